@@ -1,0 +1,64 @@
+"""What goes wrong, in words a user can act on, and the exit codes that scripts can rely on."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit status of every command (documented in the README)."""
+
+    OK = 0
+    BUG = 1  # ours: a traceback is printed
+    USER = 2  # a wrong input: one line says what, where, expected, what to do
+    FAILURES = 3  # finished, but more samples failed than allowed
+    GUARD = 4  # training was stopped by a guard
+    NO_SPACE = 5
+    INTERRUPTED = 75  # run the same command again
+
+
+class CastError(Exception):
+    """Base of every error that ends a command with one line instead of a traceback."""
+
+    exit_code: ExitCode = ExitCode.USER
+
+
+class UserError(CastError):
+    """A wrong input. The message reads: what was found, where, what was expected, what to do."""
+
+    def __init__(self, found: str, *, where: str = "", expected: str = "", do: str = "") -> None:
+        self.found, self.where, self.expected, self.do = found, where, expected, do
+        parts = [f"{where}: {found}" if where else found]
+        if expected:
+            parts.append(f"expected {expected}")
+        if do:
+            parts.append(do)
+        super().__init__("; ".join(parts))
+
+
+class DatasetError(UserError):
+    """A dataset on disk is damaged, incomplete or not the one that was asked for."""
+
+
+class FailuresError(CastError):
+    """The stage finished but too many samples failed."""
+
+    exit_code = ExitCode.FAILURES
+
+
+class GuardError(CastError):
+    """Training refused to start or stopped itself; the last good checkpoint is intact."""
+
+    exit_code = ExitCode.GUARD
+
+
+class NoSpaceError(CastError):
+    """The disk is full; everything committed stays valid."""
+
+    exit_code = ExitCode.NO_SPACE
+
+
+class Interrupted(CastError):
+    """Stopped by a signal; run the same command again to go on."""
+
+    exit_code = ExitCode.INTERRUPTED
