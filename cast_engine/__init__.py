@@ -1,0 +1,1 @@
+"""CAST Engine: how training data is made, stage by stage."""

@@ -1,0 +1,1 @@
+"""What is stored: records, graphs, manifests and job files."""

@@ -143,5 +143,3 @@ class EvaluateMeta(_Meta):
 def sample_key(prompt_id: str, round_: int, member: int) -> str:
     """Return ``<prompt_id>-<round:04d>-<member:04d>``: lower case, no dot, no slash."""
     return f"{prompt_id}-{round_:04d}-{member:04d}"
-
-

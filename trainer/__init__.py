@@ -1,0 +1,1 @@
+"""How it is learned from: one objective, one signed weight per latent position."""

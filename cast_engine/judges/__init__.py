@@ -1,0 +1,1 @@
+"""The VLM side: atom scores and attention maps."""

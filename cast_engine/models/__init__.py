@@ -1,0 +1,1 @@
+"""What differs between image models, behind one protocol."""

@@ -1,0 +1,1 @@
+"""How stages are carried out: plans, executors, rounds, progress."""

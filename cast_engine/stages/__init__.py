@@ -1,0 +1,1 @@
+"""One file per stage, in the order they run."""

@@ -1,0 +1,1 @@
+"""Shards on disk: writing, committing, sealing, reading, verifying."""

@@ -1,0 +1,1 @@
+"""The embedded default: a world of coloured shapes, its exact verifier and its tiny trained models."""

@@ -1,0 +1,1 @@
+"""How the shipped tiny models were trained."""
