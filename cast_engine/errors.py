@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -62,3 +67,34 @@ class Interrupted(CastError):
     """Stopped by a signal; run the same command again to go on."""
 
     exit_code = ExitCode.INTERRUPTED
+
+
+@contextmanager
+def handle_errors() -> Iterator[None]:
+    """Turn what a command raises into its exit code: one line for the user's errors, a traceback for ours.
+
+    Works as a ``with`` block and as a decorator (``@handle_errors()`` under the Typer command, so that an interrupt is
+    seen here and not by the command-line library).
+
+    Raises:
+        SystemExit: With the :class:`ExitCode` that fits.
+    """
+    try:
+        yield
+    except CastError as error:
+        _leave(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _leave("interrupted; run the same command again to go on", ExitCode.INTERRUPTED)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            traceback.print_exc()
+            raise SystemExit(int(ExitCode.BUG)) from error
+        _leave(f"no space left for {error.filename or 'the output'}; what is committed stays valid", ExitCode.NO_SPACE)
+    except Exception as error:
+        traceback.print_exc()
+        raise SystemExit(int(ExitCode.BUG)) from error
+
+
+def _leave(message: str, code: ExitCode) -> None:
+    sys.stderr.write("error: " + " ".join(message.split()) + "\n")
+    raise SystemExit(int(code)) from None
