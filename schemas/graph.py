@@ -88,15 +88,21 @@ class SceneGraph(_Record):
         for edge in self.edges:
             if not {edge.subject, edge.object} <= nodes:
                 raise ValueError(f"edge {edge.id} names an unknown node")
-        seen: set[str] = set()
-        for atom in self.atoms:  # parents must come first, which also makes the graph acyclic
-            if atom.id in seen:
-                raise ValueError(f"atom id {atom.id} is used twice")
+        atoms = {a.id for a in self.atoms}
+        if len(atoms) != len(self.atoms):
+            raise ValueError("atom ids must be unique")
+        for atom in self.atoms:
             if not set(atom.nodes) <= nodes or (atom.edge is not None and atom.edge not in edges):
                 raise ValueError(f"atom {atom.id} names an unknown node or edge")
-            if not set(atom.parents) <= seen:
-                raise ValueError(f"atom {atom.id} names a parent that does not come before it")
-            seen.add(atom.id)
+            if not set(atom.parents) <= atoms:
+                raise ValueError(f"atom {atom.id} names an unknown parent")
+        # The order is GenEval 2's (count, attribute, object), so a parent may come after its child.
+        left = {a.id: set(a.parents) for a in self.atoms}
+        while left:
+            ready = {i for i, parents in left.items() if not parents & left.keys()}
+            if not ready:
+                raise ValueError(f"atoms {', '.join(sorted(left))} depend on each other in a circle")
+            left = {i: parents for i, parents in left.items() if i not in ready}
         return self
 
     def node(self, node_id: str) -> Node:
