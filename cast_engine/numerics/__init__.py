@@ -1,1 +1,1 @@
-"""Pure tensor functions: no config, files, logging or devices."""
+"""Pure tensor functions: noise, SDE steps, advantages, maps and signed weights. No config, files or devices."""
