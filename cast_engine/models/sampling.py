@@ -1,0 +1,185 @@
+"""Drawing images, and going over drawn steps again: one transition function for rollout, evaluation and training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cast_engine.errors import UserError
+from cast_engine.numerics import noise, sde
+
+if TYPE_CHECKING:
+    from cast_engine.models.base import Condition, Geometry, ImageModel, PromptEmbeds
+    from schemas.job import Dynamics
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What is kept of a batch of drawn images, on the CPU.
+
+    Attributes:
+        latents: ``[B, w + 1, P, C]``, x before each window step and after the last, in the storage dtype.
+        final: ``[B, P, C]``, x_0 in the storage dtype.
+        logp_old: float32 ``[B, w, P]``, mean over channels, of the latents as stored.
+        steps: int64 ``[w]``, index of each window step in the sigma table.
+        sigmas: float32 ``[N + 1]``, the table.
+        guidance: float32 ``[B]``, as given to the model.
+    """
+
+    latents: Tensor
+    final: Tensor
+    logp_old: Tensor
+    steps: Tensor
+    sigmas: Tensor
+    guidance: Tensor
+
+
+@dataclass(frozen=True)
+class Transition:
+    """The distribution of the next latent, and the log-prob of the one that was drawn.
+
+    Attributes:
+        log_prob: float32 ``[B, P]``, mean over channels.
+        mean: float32 ``[B, P, C]``.
+        std: float32 ``[B, 1, 1]``, total standard deviation.
+    """
+
+    log_prob: Tensor
+    mean: Tensor
+    std: Tensor
+
+
+@torch.no_grad()
+def sample(
+    model: ImageModel,
+    embeds: Sequence[PromptEmbeds],
+    seeds: Sequence[int],
+    *,
+    sigmas: Tensor,
+    geometry: Geometry,
+    guidance: float | Sequence[float],
+    window: Sequence[int] = (),
+    dynamics: Dynamics = "flow_sde",
+    noise_level: float = 0.0,
+    latent_dtype: torch.dtype = torch.float32,
+) -> Trajectory:
+    """Draw one image per (embed, seed): SDE steps inside the window, ODE steps outside.
+
+    Every number of an image follows from its embed, its seed and the settings; its neighbours in the batch change float
+    rounding only. Latents are float32 throughout. Inside the window they are rounded through ``latent_dtype`` *before*
+    the walk goes on and before the log-prob is taken, so that training sees the very numbers that were used.
+
+    Args:
+        model: With the denoiser loaded.
+        embeds: One per image.
+        seeds: One per image, see :func:`cast_engine.numerics.noise.member_seed`.
+        sigmas: From :meth:`ImageModel.sigmas`.
+        geometry: From :meth:`ImageModel.geometry`.
+        guidance: One for all, or one per image.
+        window: Contiguous step indices, see :func:`cast_engine.numerics.sde.window_steps`; empty for evaluation.
+        dynamics: The SDE inside the window.
+        noise_level: Its ``a``.
+        latent_dtype: Storage dtype of the latents.
+
+    Raises:
+        UserError: The window is not contiguous or not inside ``0 .. N - 2``: the last step has no noise left.
+    """
+    if window:
+        _check_window(window, len(sigmas) - 1)
+    device = model.device
+    condition = model.condition(embeds, geometry, device)
+    scale = _per_image(guidance, len(seeds)).to(device)
+    x = torch.stack([model.initial_noise(seed, geometry) for seed in seeds]).to(device)
+    kept, log_probs = [], []
+    for i in range(len(sigmas) - 1):
+        if i not in window:
+            v = model.velocity(x, sigmas[i].expand(len(seeds)), condition, scale)
+            x = sde.ode_step(x, v, sigmas, i)
+            continue
+        if i == window[0]:
+            stored = x.to(latent_dtype)
+            x = stored.float()
+            kept.append(stored.cpu())
+        z = torch.stack([noise.step_noise(seed, i, (geometry.positions, geometry.channels)) for seed in seeds])
+        mean, std = _step(model, condition, x, [i] * len(seeds), sigmas, dynamics, noise_level, scale)
+        stored = (mean + std * z.to(device)).to(latent_dtype)
+        x = stored.float()
+        log_probs.append(sde.position_log_prob(dynamics, x, mean, std).cpu())
+        kept.append(stored.cpu())
+    return Trajectory(
+        latents=torch.stack(kept, dim=1) if kept else x.new_empty(len(seeds), 0, *x.shape[1:], device="cpu"),
+        final=x.to(latent_dtype).cpu(),
+        logp_old=torch.stack(log_probs, dim=1) if log_probs else torch.empty(len(seeds), 0, geometry.positions),
+        steps=torch.tensor(list(window), dtype=torch.int64),
+        sigmas=sigmas,
+        guidance=scale.cpu(),
+    )
+
+
+def replay(
+    model: ImageModel,
+    condition: Condition,
+    latents: Tensor,
+    latents_next: Tensor,
+    steps: Tensor,
+    *,
+    sigmas: Tensor,
+    guidance: Tensor,
+    dynamics: Dynamics,
+    noise_level: float,
+) -> Transition:
+    """Go over drawn steps again, with gradients if they are enabled.
+
+    Entries of the batch may be different steps, so several window steps of an image can share one forward pass.
+
+    Args:
+        model: With the denoiser loaded.
+        condition: Of size B.
+        latents: ``[B, P, C]``, x before each step, as stored.
+        latents_next: ``[B, P, C]``, x after it, as stored.
+        steps: int64 ``[B]``, indices into ``sigmas``.
+        sigmas: ``[N + 1]``, the table of the rollout.
+        guidance: ``[B]``, as recorded.
+        dynamics: The SDE of the rollout.
+        noise_level: Its ``a``.
+    """
+    mean, std = _step(model, condition, latents, steps.tolist(), sigmas, dynamics, noise_level, guidance)
+    log_prob = sde.position_log_prob(dynamics, latents_next.to(mean.device).float(), mean, std)
+    return Transition(log_prob, mean, std)
+
+
+def _check_window(window: Sequence[int], num_steps: int) -> None:
+    if tuple(window) != sde.window_steps(window[0], len(window), num_steps):
+        raise UserError(f"window of steps {list(window)}", where="rollout.window", expected="contiguous steps")
+
+
+def _step(
+    model: ImageModel,
+    condition: Condition,
+    x: Tensor,
+    steps: Sequence[int],
+    sigmas: Tensor,
+    dynamics: Dynamics,
+    noise_level: float,
+    guidance: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return mean ``[B, P, C]`` and total std ``[B, 1, 1]`` of the next latents."""
+    x = x.to(model.device, torch.float32)
+    v = model.velocity(x, sigmas[list(steps)].to(x.device), condition, guidance)
+    rules = {i: sde.step_coefficients(dynamics, sigmas, i, noise_level) for i in set(steps)}
+    if len(rules) == 1:
+        mean, std = sde.apply(rules[steps[0]], x, v)
+        return mean, std.expand(len(steps), 1, 1)
+    means, stds = zip(*(sde.apply(rules[i], x[b], v[b]) for b, i in enumerate(steps)), strict=True)
+    return torch.stack(means), torch.stack(stds).view(-1, 1, 1)
+
+
+def _per_image(value: float | Sequence[float], count: int) -> Tensor:
+    values = [float(value)] * count if isinstance(value, (int, float)) else [float(v) for v in value]
+    if len(values) != count:
+        raise ValueError(f"{len(values)} guidance values for {count} images")
+    return torch.tensor(values, dtype=torch.float32)
