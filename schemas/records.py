@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -138,6 +139,20 @@ class EvaluateMeta(_Meta):
     scores: tuple[float | None, ...]
     counted: tuple[int | None, ...] = ()  # predicted count per atom (None for other kinds)
     expected: tuple[str, ...] = ()
+
+
+class SampleKey(NamedTuple):
+    """The parts of a sample's key."""
+
+    prompt_id: str
+    round: int
+    member: int
+
+
+def split_key(key: str) -> SampleKey:
+    """Take a sample's key apart (the inverse of :func:`sample_key`)."""
+    prompt_id, round_, member = key.split("-")
+    return SampleKey(prompt_id, int(round_), int(member))
 
 
 def sample_key(prompt_id: str, round_: int, member: int) -> str:

@@ -1,0 +1,96 @@
+"""``run.json``: the job as it was started. A run folder belongs to one job."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from typing import IO, Any
+
+from cast_engine.errors import DatasetError, UserError
+from cast_engine.store.atomic import create_once, make_dir
+from schemas.job import JobConfig, config_hash
+from schemas.records import SCHEMA_VERSION
+
+_locks: dict[Path, IO[str]] = {}
+
+
+def open_run(path: Path, job: JobConfig) -> None:
+    """Write ``run.json`` once, or check that it holds this very job.
+
+    Execution fields (batch sizes, workers, paths of interpreters) may differ between calls: they change no number on
+    purpose.
+
+    Raises:
+        DatasetError: the folder belongs to another job; the message names the first differing key with both values.
+    """
+    semantic = job.semantic()
+    body = {
+        "schema_version": SCHEMA_VERSION,
+        "config_hash": config_hash(semantic),
+        "config": job.model_dump(mode="json"),
+    }
+    make_dir(path.parent)
+    if create_once(path, (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()):
+        return
+    stored = read_run(path)
+    differing = _differences(stored.semantic(), semantic)
+    if differing:
+        key, (old, new) = next(iter(differing.items()))
+        more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+        raise DatasetError(
+            f"{key} is {new!r} now{more}",
+            where=str(path),
+            expected=f"{old!r}, as this run was started",
+            do="give another --out, or the job that the folder was made with",
+        )
+
+
+def read_run(path: Path) -> JobConfig:
+    """Read the job of a run folder.
+
+    Raises:
+        UserError: no run folder, or one of another schema version.
+    """
+    try:
+        body = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError("no run.json", where=str(path.parent), expected="a run folder") from None
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"not JSON ({error.msg})", where=str(path), do="restore it, or start another run") from error
+    if body.get("schema_version") not in {SCHEMA_VERSION, SCHEMA_VERSION - 1}:
+        raise DatasetError(
+            f"schema version {body.get('schema_version')}",
+            where=str(path),
+            expected=f"{SCHEMA_VERSION}",
+            do="use the release that wrote it",
+        )
+    return JobConfig.model_validate(body["config"])
+
+
+def lock_run(root: Path) -> None:
+    """Hold the run folder until the process ends, so that two commands never train the same round at once.
+
+    Raises:
+        UserError: another process on this machine holds it.
+    """
+    make_dir(root)
+    handle = (root / ".lock").open("a")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            "another process is working on this run", where=str(root), do="wait for it, or stop it"
+        ) from None
+    _locks[root] = handle
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    out: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            out |= _differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            out[prefix + key] = (a, b)
+    return out
