@@ -172,9 +172,15 @@ class TrainConfig(_Section):
     """Stop when the gradient norm exceeds this multiple of the run's median."""
     max_log_ratio: float = Field(1.0, gt=0)
     """Stop when an image's |log-ratio| exceeds this."""
+    max_adapter_ratio: float = Field(1.0, gt=0)
+    """Stop when the adapter changes the weights by more than this multiple of their own norm."""
     keep: int = Field(2, ge=1)
     batch_size: int = execution(16, ge=1)
     """Images per forward pass; gradients are accumulated to the update's images."""
+    gradient_checkpointing: bool = execution(False)
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    checkpoint_seconds: float = execution(60.0, ge=0)
+    """Inside a round, save after an update when so much time has passed since the last save."""
     threads: int | None = execution(None, ge=1)
     python: str | None = execution(None)
 
