@@ -1,0 +1,33 @@
+"""A run folder belongs to one job."""
+
+import pytest
+
+from cast_engine.errors import DatasetError, UserError
+from cast_engine.run.runfile import open_run, read_run
+from schemas.job import JobConfig
+
+
+def test_a_changed_number_is_refused_and_named(tmp_path):
+    path = tmp_path / "run.json"
+    open_run(path, JobConfig())
+    with pytest.raises(DatasetError, match=r"train\.learning_rate is 0\.1 now.*0\.0003, as this run was started"):
+        open_run(path, JobConfig.model_validate({"train": {"learning_rate": 0.1}}))
+    assert read_run(path) == JobConfig()
+
+
+def test_execution_fields_may_change(tmp_path):
+    path = tmp_path / "run.json"
+    open_run(path, JobConfig())
+    open_run(path, JobConfig.model_validate({"rollout": {"workers": 4, "batch_size": 8}, "model": {"device": "cpu"}}))
+
+
+def test_no_run_folder(tmp_path):
+    with pytest.raises(UserError, match=r"no run\.json"):
+        read_run(tmp_path / "run.json")
+
+
+def test_another_version_is_refused(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"schema_version": 99}')
+    with pytest.raises(DatasetError, match="schema version 99"):
+        read_run(path)
