@@ -177,15 +177,16 @@ def fingerprint(folders: Sequence[Path], extra: Iterable[str] = ()) -> str:
     of a tensor is for a checksum tool to find. Results are kept per process by (path, size, mtime).
 
     Args:
-        folders: Component folders; the order counts.
+        folders: Component folders, the order counts and their names too; of a single folder the name does not.
         extra: Further strings that decide the result.
     """
     digest = hashlib.sha256()
     for folder in folders:
+        label = folder.name if len(folders) > 1 else ""
         for path in _hashed_files(folder):
             stat = path.stat()
             part = _file_digest(path, stat.st_size, stat.st_mtime_ns)
-            digest.update(f"{folder.name}/{path.name}\0{part}\0".encode())
+            digest.update(f"{label}/{path.name}\0{part}\0".encode())
     for text in extra:
         digest.update(f"{text}\0".encode())
     return digest.hexdigest()
