@@ -1,0 +1,19 @@
+import pytest
+import tiny_vlm
+import torch
+
+
+@pytest.fixture(scope="session")
+def vlm_folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("vlm")
+    return {kind: tiny_vlm.build(kind, root / kind) for kind in ("qwen3_vl", "qwen2_5_vl")}
+
+
+@pytest.fixture(params=["qwen3_vl", "qwen2_5_vl"])
+def vlm_folder(request, vlm_folders):
+    return vlm_folders[request.param]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
