@@ -1,6 +1,7 @@
 import pytest
-import tiny_vlm
 import torch
+
+from tests.judges import tiny_vlm
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-import tiny_vlm
 import torch
-from test_hf_judge import LAYERS, plain, stock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cast_engine.errors import UserError
 from cast_engine.judges import attention, vision
 from cast_engine.judges.hf_judge import HFJudge, _PackedTails
 from cast_engine.judges.templates import answer_text
+from tests.judges import tiny_vlm
+from tests.judges.plain_forward import LAYERS, plain, stock
 
 
 def forward(judge, images, graphs):

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity_vectors import cases
 
 from cast_engine.numerics.soft_tifa import aggregate, answer_probability
+from tests.parity.parity_vectors import cases
 
 
 @pytest.mark.parametrize("case", cases("soft_tifa.json", "soft_tifa_question_probability"))
