@@ -9,7 +9,8 @@ from cast_engine.store.codec import (
     encode_png,
     encode_tensors,
 )
-from cast_engine.store.dataset import Dataset, ParentRef, ShardPlan, StatusCounts
+from cast_engine.store.dataset import Dataset, StatusCounts
+from cast_engine.store.plan import ParentRef, ShardPlan
 from cast_engine.store.reader import Reader
 from cast_engine.store.shard import Receipt, Sample, sample_sha256
 from cast_engine.store.verify import Damage, VerifyReport

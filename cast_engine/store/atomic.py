@@ -1,7 +1,7 @@
 """Files that are whole or absent, whatever kills the process.
 
-A file is written aside, fsynced, and only then given its name; the folder is fsynced after it. ``os.replace`` is
-for files whose name says their content, ``os.link`` for files that exactly one process may create.
+A file is written aside, fsynced, and only then given its name; the folder is fsynced after it. ``replace`` is for
+names that several writers may give (the last one wins), ``link`` for names that exactly one of them may.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ def crash(point: str) -> None:
     if not wanted:
         return
     name, _, count = wanted.partition(":")
-    if name != point:
-        return
-    left = int(count or 1) - 1
-    if left:
+    if name == point:
+        left = int(count or 1) - 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         os.environ["CAST_CRASH_AT"] = f"{name}:{left}"
-    else:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
-def readable_errors(where: Path) -> Iterator[None]:
-    """Turn the operating system's errors into one line: a full disk into NoSpaceError, others into DatasetError."""
+def at(where: Path | str) -> Iterator[None]:
+    """Place the errors raised inside: a bare DatasetError is told where; OSError becomes that, or NoSpaceError."""
     try:
         yield
+    except DatasetError as err:
+        if err.where:
+            raise
+        raise DatasetError(err.found, where=str(where), expected=err.expected, do=err.do) from err
     except OSError as err:
-        path = Path(os.fsdecode(err.filename)) if isinstance(err.filename, str | bytes) else where
         if err.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             raise NoSpaceError(
-                f"{where}: no space left ({err.strerror}); everything committed is intact; "
-                "make room and run the same command again"
+                f"{where}: no space left ({err.strerror}); everything committed is intact: make room and run the "
+                "same command again"
             ) from err
+        path = os.fsdecode(err.filename) if isinstance(err.filename, str | bytes) else str(where)
         raise DatasetError(
-            str(err.strerror or err), where=str(path), do="check the file system and run the same command again"
+            str(err.strerror or err), where=path, do="check the file system and run the same command again"
         ) from err
 
 
@@ -72,26 +74,23 @@ def make_dir(path: Path) -> None:
         sync_dir(path.parent)
 
 
-def aside(path: Path, tmp: Path | None = None) -> Path:
-    """Return a fresh name for a file that is to become ``path``: in ``tmp``, else hidden beside it."""
-    token = f"{os.getpid()}-{secrets.token_hex(4)}"
-    return tmp / f"{path.name}.{token}" if tmp else path.with_name(f".{path.name}.{token}.tmp")
-
-
-def _write_aside(path: Path, data: bytes, tmp: Path | None, point: str) -> Path:
-    part = aside(path, tmp)
+def write_new(path: Path, data: bytes, point: str) -> None:
+    """Create a file that nobody else knows of yet and fsync it, not its folder; on an error it is removed."""
     crash(f"{point}.open")
     try:
-        with part.open("xb") as f:
+        with path.open("xb") as f:
             f.write(data)
             f.flush()
             crash(f"{point}.written")
             os.fsync(f.fileno())
     except OSError:
-        part.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         raise
     crash(f"{point}.synced")
-    return part
+
+
+def _aside(path: Path, tmp: Path | None) -> Path:
+    return (tmp or path.parent) / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def write_file(path: Path, data: bytes, *, tmp: Path | None = None, point: str = "write") -> None:
@@ -100,15 +99,16 @@ def write_file(path: Path, data: bytes, *, tmp: Path | None = None, point: str =
     Args:
         path: Final name; its folder exists.
         data: The content.
-        tmp: Folder of the same file system for the unfinished file; default: the folder of ``path``.
+        tmp: Folder on the same file system for the unfinished file; default: beside it, hidden.
         point: Prefix of the crash points passed on the way.
 
     Raises:
         NoSpaceError: The disk is full.
         DatasetError: Any other error of the file system.
     """
-    with readable_errors(path):
-        part = _write_aside(path, data, tmp, point)
+    part = _aside(path, tmp)
+    with at(path):
+        write_new(part, data, point)
         try:
             part.replace(path)
         except OSError:
@@ -116,28 +116,19 @@ def write_file(path: Path, data: bytes, *, tmp: Path | None = None, point: str =
             raise
         crash(f"{point}.replaced")
         sync_dir(path.parent)
-        crash(f"{point}.durable")
+    crash(f"{point}.durable")
 
 
 def create_once(path: Path, data: bytes, *, tmp: Path | None = None, point: str = "create") -> bool:
-    """Write a file whole unless it exists; durable on return.
-
-    Args:
-        path: Final name; its folder exists.
-        data: The content.
-        tmp: Folder of the same file system for the unfinished file; default: the folder of ``path``.
-        point: Prefix of the crash points passed on the way.
+    """Write a file whole unless it exists; durable on return. Arguments and errors as for :func:`write_file`.
 
     Returns:
-        True if this call created the file, False if it was there. (NFS may answer "exists" after a lost reply:
-        a caller that must know compares the content.)
-
-    Raises:
-        NoSpaceError: The disk is full.
-        DatasetError: Any other error of the file system.
+        True if this call created the file, False if it was there. (NFS may answer "exists" after a lost reply: a
+        caller that must know compares the content.)
     """
-    with readable_errors(path):
-        part = _write_aside(path, data, tmp, point)
+    part = _aside(path, tmp)
+    with at(path):
+        write_new(part, data, point)
         try:
             os.link(part, path)
             created = True
@@ -149,18 +140,18 @@ def create_once(path: Path, data: bytes, *, tmp: Path | None = None, point: str 
                 part.unlink()
         crash(f"{point}.unlinked")
         sync_dir(path.parent)
-        crash(f"{point}.durable")
+    crash(f"{point}.durable")
     return created
 
 
-def canonical(obj: Any) -> bytes:
+def canonical(value: Any) -> bytes:
     """Return the one JSON text of a value: sorted keys, no spaces, ASCII; NaN is refused (ValueError)."""
-    return json.dumps(obj, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def digest(obj: Any) -> str:
+def digest(value: Any) -> str:
     """Return the sha256 (hex) of a value's canonical JSON."""
-    return hashlib.sha256(canonical(obj)).hexdigest()
+    return hashlib.sha256(canonical(value)).hexdigest()
 
 
 def dump_record(body: dict[str, Any]) -> bytes:
@@ -170,12 +161,13 @@ def dump_record(body: dict[str, Any]) -> bytes:
 
 def load_record(path: Path) -> dict[str, Any] | None:
     """Read a file made by :func:`dump_record`; None if it is absent, torn or altered by as much as one bit."""
-    try:
-        if path.stat().st_size > RECORD_LIMIT:
+    with at(path):
+        try:
+            if path.stat().st_size > RECORD_LIMIT:
+                return None
+            data = path.read_bytes()
+        except FileNotFoundError:
             return None
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
     try:
         body = json.loads(data)
         if not isinstance(body, dict):

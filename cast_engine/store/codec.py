@@ -174,19 +174,19 @@ def png_size(data: bytes) -> tuple[int, int]:
     return height, width
 
 
-def decode_png(data: bytes) -> npt.NDArray[np.uint8]:
-    """Read an 8-bit RGB PNG as ``[H, W, 3]`` uint8; its size is checked before decoding.
+def decode_png(data: bytes, height: int | None = None, width: int | None = None) -> npt.NDArray[np.uint8]:
+    """Read an 8-bit RGB PNG as ``[H, W, 3]`` uint8; its size is checked before decoding, also against what is given.
 
     Raises:
-        DatasetError: Not such a PNG, too large, or damaged.
+        DatasetError: Not such a PNG, of another size, too large, or damaged.
     """
     from PIL import Image
 
-    height, width = png_size(data)
+    size = png_size(data)
+    if (height or size[0], width or size[1]) != size:
+        raise DatasetError(f"a PNG of height {size[0]}, width {size[1]}", expected=f"{height}, {width}")
     try:
         with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
-            if image.size != (width, height) or image.mode != "RGB":
-                raise DatasetError(f"a PNG that decodes to {image.size} {image.mode}")
-            return np.array(image, dtype=np.uint8)
+            return np.array(image.convert("RGB"), dtype=np.uint8)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as err:
         raise DatasetError(f"a damaged PNG: {err}") from err

@@ -16,7 +16,6 @@ hashes). Everything else on disk is garbage by definition.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import socket
@@ -31,42 +30,19 @@ from typing import Any
 import pyarrow as pa
 
 from cast_engine.errors import DatasetError
-from cast_engine.store import atomic, verify
+from cast_engine.store import atomic
+from cast_engine.store.atomic import at, crash
+from cast_engine.store.plan import ParentRef, Plan, ShardPlan
 from cast_engine.store.reader import Reader
-from cast_engine.store.shard import (
-    Receipt,
-    Sample,
-    check_key,
-    check_member,
-    hash_file,
-    make_rows,
-    rows_from_bytes,
-    rows_to_bytes,
-    write_tar,
-)
-from schemas.job import config_hash
+from cast_engine.store.rows import make_rows, rows_from_bytes, rows_to_bytes
+from cast_engine.store.shard import Receipt, Sample, check_samples
+from cast_engine.store.tar import read_checked, write_tar
+from cast_engine.store.verify import VerifyReport, check_shard_once, move_shard, read_manifest, verify
 from schemas.manifest import manifest_schema
-from schemas.records import SCHEMA_VERSION, STAGES, Status
+from schemas.records import SCHEMA_VERSION
 
 LEASE_S = 86400.0
 """Age after which a file that nothing refers to belongs to nobody any more."""
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """A shard's number and the keys it is to hold, in order."""
-
-    shard_id: int
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ParentRef:
-    """A sealed dataset that this one was made from; ``path`` is relative to the dataset where possible."""
-
-    stage: str
-    path: str
-    seal_sha256: str
 
 
 @dataclass(frozen=True)
@@ -80,40 +56,13 @@ class StatusCounts:
     sealed: bool
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        return {k: v for name, sub in value.items() for k, v in _flatten(sub, f"{prefix}.{name}").items()}
-    return {prefix.lstrip("."): value}
-
-
-def _differences(here: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-    """Say in words what differs between two plans."""
-    a, b = (_flatten({"stage": p["stage"], **p["config"]}) for p in (here, asked))
-    for flat, plan in ((a, here), (b, asked)):
-        flat |= {f"parents.{n}.{r['stage']}": r["seal_sha256"][:12] for n, r in enumerate(plan["parents"])}
-        flat |= {"schema_version": plan["schema_version"], "shards": len(plan["shards"])}
-    pairs = [(name, a.get(name, "absent"), b.get(name, "absent")) for name in sorted(a.keys() | b.keys())]
-    out = [f"{name} is {old!r} there and {new!r} now" for name, old, new in pairs if old != new]
-    for number, (old, new) in enumerate(zip(here["shards"], asked["shards"], strict=False)):
-        if old != new:
-            key = next(((x, y) for x, y in zip(old, new, strict=False) if x != y), (f"{len(old)} keys", f"{len(new)}"))
-            out.append(f"shard {number} has {key[0]} there and {key[1]} now")
-            break
-    return out
-
-
 class Dataset:
     """See the module's description. Made by :meth:`create` or :meth:`open`."""
 
-    def __init__(self, path: Path, body: dict[str, Any]) -> None:
-        self.path = path
-        self.stage: str = body["stage"]
-        self.config: dict[str, Any] = body["config"]
-        self.config_hash = config_hash(self.config)
-        self.parents = tuple(ParentRef(**ref) for ref in body["parents"])
-        self.plan = tuple(ShardPlan(number, tuple(keys)) for number, keys in enumerate(body["shards"]))
-        self.plan_sha256: str = body["plan_sha256"]
-        self.extra: dict[str, Any] = body["extra"]
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self.path, self.stage, self.config, self.config_hash = path, plan.stage, plan.config, plan.config_hash
+        self.plan, self.plan_sha256, self.parents, self.extra = plan.shards, plan.sha256, plan.parents, plan.extra
+        self._version = plan.schema_version
         self.seal_path, self.index_path, self._tmp = path / "sealed.json", path / "index.parquet", path / "tmp"
 
     @staticmethod
@@ -137,26 +86,28 @@ class Dataset:
             extra: Anything else worth keeping; not compared.
 
         Raises:
-            DatasetError: The folder holds a dataset of another config, plan or parents; or a bad key.
+            DatasetError: The folder holds a dataset of another config, plan or parents; or the plan is not one.
         """
         path = Path(path)
-        asked = _plan_body(stage, config, shards, parents, extra or {})
-        with atomic.readable_errors(path):
+        with at(path):
+            asked = Plan.make(stage, config, shards, parents, extra)
+            atomic.make_dir(path)
             for name in ("tmp", "data", "done"):
-                atomic.make_dir(path / name)
-        if not (path / "plan.json").exists():
-            atomic.create_once(path / "plan.json", atomic.dump_record(asked), tmp=path / "tmp", point="plan")
-        ds = Dataset.open(path)
-        if ds.plan_sha256 != asked["plan_sha256"]:
-            here: dict[str, Any] = {"stage": ds.stage, "config": ds.config}
-            here |= {"parents": [asdict(p) for p in ds.parents]}
-            here |= {"schema_version": ds._version, "shards": [list(s.keys) for s in ds.plan]}  # noqa: SLF001
+                (path / name).mkdir(exist_ok=True)
+            crash("plan.folders")
+            if (path / "plan.json").exists():
+                atomic.sync_dir(path)
+            else:
+                data = atomic.dump_record(asked.to_json())
+                atomic.create_once(path / "plan.json", data, tmp=path / "tmp", point="plan")
+        plan = Plan.load(path / "plan.json")
+        if plan.sha256 != asked.sha256:
             raise DatasetError(
-                "made with other settings: " + ", ".join(_differences(here, asked)[:8]),
+                "made with other settings: " + ", ".join(plan.differences(asked)[:8]),
                 where=str(path),
                 do="use another output folder, or the settings it was made with",
             )
-        return ds
+        return Dataset(path, plan)
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Dataset:
@@ -165,36 +116,9 @@ class Dataset:
         Raises:
             DatasetError: There is none, its plan is damaged, or its version is not read.
         """
-        path = Path(path)
-        file = path / "plan.json"
-        if not file.exists():
-            raise DatasetError("not a dataset", where=str(path), expected="a folder with plan.json")
-        body = atomic.load_record(file)
-        try:
-            if body is None or body["plan_sha256"] != _plan_sha256(body):
-                raise DatasetError(
-                    "damaged", where=str(file), do="move the folder away and make the dataset again from its parents"
-                )
-            if body["schema_version"] not in {SCHEMA_VERSION, SCHEMA_VERSION - 1}:
-                raise DatasetError(
-                    f"format version {body['schema_version']}",
-                    where=str(file),
-                    expected=f"{SCHEMA_VERSION} or the one before",
-                    do="read it with the cast-engine that wrote it, or make it again",
-                )
-            if body["stage"] not in STAGES:
-                raise DatasetError(f"stage {body['stage']!r}", where=str(file), expected=f"one of {sorted(STAGES)}")
-            for key in (key for keys in body["shards"] for key in keys):
-                check_key(key)
-            ds = Dataset(path, body)
-            ds._version = body["schema_version"]
-        except (KeyError, TypeError, AttributeError) as err:
-            raise DatasetError("not a plan", where=str(file)) from err
-        return ds
+        return Dataset(Path(path), Plan.load(Path(path) / "plan.json"))
 
-    _version: int = SCHEMA_VERSION
-
-    # ---- where things are, and whether they hold
+    # Where things are, and whether they hold.
 
     def done_path(self, shard_id: int) -> Path:
         """Return the path of a shard's done file."""
@@ -217,24 +141,25 @@ class Dataset:
         """Return what a shard's done file says; None if there is none that holds."""
         return self.parse_receipt(atomic.load_record(self.done_path(shard_id)), shard_id)
 
-    def has_files(self, receipt: Receipt) -> bool:
-        """Tell whether both files are there with the receipt's sizes."""
-        try:
-            sizes = [self.data_path(name).stat().st_size for name in (receipt.tar, receipt.manifest)]
-        except OSError:
-            return False
-        return sizes == [receipt.tar_bytes, receipt.manifest_bytes]
-
     def complete(self, shard_id: int) -> Receipt | None:
-        """Return the receipt of a shard that is complete, else None."""
-        receipt = self.receipt(shard_id)
-        return receipt if receipt is not None and self.has_files(receipt) else None
+        """Return the receipt of a shard whose two files are there with its sizes, else None."""
+        if (receipt := self.receipt(shard_id)) is None:
+            return None
+        try:
+            sizes = [self.data_path(name).lstat().st_size for name in (receipt.tar, receipt.manifest)]
+        except OSError:
+            return None
+        return receipt if sizes == [receipt.tar_bytes, receipt.manifest_bytes] else None
+
+    def receipts(self) -> list[Receipt]:
+        """Return the receipts of the complete shards in plan order."""
+        return [r for r in (self.complete(shard.shard_id) for shard in self.plan) if r is not None]
 
     def todo(self) -> list[ShardPlan]:
         """Return the planned shards that are not complete."""
         return [shard for shard in self.plan if self.complete(shard.shard_id) is None]
 
-    # ---- commit
+    # Commit.
 
     def commit(self, shard_id: int, samples: Sequence[Sample]) -> Receipt:
         """Commit a shard whole, durably, at most once.
@@ -251,95 +176,64 @@ class Dataset:
             DatasetError: The samples are not what plan and schema ask for; or the file system failed.
             NoSpaceError: The disk is full; nothing of this shard is left.
         """
-        self._check_samples(shard_id, samples)
-        with atomic.readable_errors(self.path):
-            receipt = self._write(shard_id, samples)
-            data = atomic.dump_record(receipt.to_json())
+        where = f"{self.path}: shard {shard_id}"
+        with at(where):
+            if not 0 <= shard_id < len(self.plan):
+                raise DatasetError("not in the plan", expected=f"0 to {len(self.plan) - 1}")
+            if self._version != SCHEMA_VERSION:
+                raise DatasetError(f"format version {self._version} is only read", do="make a new dataset")
+            counts = check_samples(self.stage, self.plan[shard_id].keys, samples)
+            receipt = self._write(shard_id, samples, counts)
+            data = atomic.dump_record(asdict(receipt))
             for _ in range(4):
                 if atomic.create_once(self.done_path(shard_id), data, tmp=self._tmp, point="done"):
                     return receipt
                 if (winner := self.complete(shard_id)) is not None:
                     return winner
-                verify.move_done(self, shard_id)
-        raise DatasetError("cannot be committed", where=str(self.done_path(shard_id)), do="check the file system")
+                move_shard(self, shard_id, self.receipt(shard_id), data=False)  # ours may carry the same names
+            raise DatasetError("the done file cannot be replaced", do="run the same command again")
 
-    def _write(self, shard_id: int, samples: Sequence[Sample]) -> Receipt:
+    def _write(self, shard_id: int, samples: Sequence[Sample], counts: dict[str, int]) -> Receipt:
         """Put both files of a shard in place; they are garbage until a done file names them."""
-        token = secrets.token_hex(8)
-        tar, manifest = (self._tmp / f"{shard_id:06d}.{token}.{x}" for x in ("tar", "parquet"))
-        stem = f"{self.stage}-{shard_id:06d}"
+        token, stem = secrets.token_hex(8), f"{self.stage}-{shard_id:06d}"
+        tar, manifest = self._tmp / f"{stem}.{token}.tar", self._tmp / f"{stem}.{token}.parquet"
         try:
-            atomic.crash("shard.start")
+            crash("shard.start")
             size, sha256, members = write_tar(tar, samples)
             tar_name = f"{stem}-{sha256[:12]}.tar"
             data = rows_to_bytes(make_rows(self.stage, self.config_hash, shard_id, tar_name, samples, members))
+            atomic.write_new(manifest, data, "manifest")
             manifest_sha256 = hashlib.sha256(data).hexdigest()
             manifest_name = f"{stem}-{manifest_sha256[:12]}.parquet"
-            with manifest.open("xb") as f:
-                f.write(data)
-                f.flush()
-                atomic.crash("manifest.written")
-                os.fsync(f.fileno())
-            atomic.crash("manifest.synced")
             folder = self.data_path(tar_name).parent
-            atomic.make_dir(folder)
+            folder.mkdir(exist_ok=True)
+            crash("data.folder")
             tar.replace(folder / tar_name)
-            atomic.crash("tar.replaced")
+            crash("tar.replaced")
             manifest.replace(folder / manifest_name)
-            atomic.crash("manifest.replaced")
+            crash("manifest.replaced")
             atomic.sync_dir(folder)
-            atomic.crash("data.durable")
-        except BaseException:
+            atomic.sync_dir(folder.parent)
+            crash("data.durable")
+        finally:
             for path in (tar, manifest):
                 with suppress(OSError):
                     path.unlink()
-            raise
-        counts = Counter(str(sample.row.get("status") or Status.OK) for sample in samples)
         return Receipt(
-            shard_id,
-            self.plan_sha256,
-            self.config_hash,
-            tar_name,
-            size,
-            sha256,
-            manifest_name,
-            len(data),
-            manifest_sha256,
-            dict(counts),
-            f"{socket.gethostname()}-{os.getpid()}-{token}",
+            shard_id=shard_id,
+            plan_sha256=self.plan_sha256,
+            config_hash=self.config_hash,
+            tar=tar_name,
+            tar_bytes=size,
+            tar_sha256=sha256,
+            manifest=manifest_name,
+            manifest_bytes=len(data),
+            manifest_sha256=manifest_sha256,
+            counts=counts,
+            attempt=f"{socket.gethostname()}-{os.getpid()}-{token}",
         )
 
-    def _check_samples(self, shard_id: int, samples: Sequence[Sample]) -> None:
-        where = f"{self.path}: shard {shard_id}"
-        if not 0 <= shard_id < len(self.plan):
-            raise DatasetError("not in the plan", where=where, expected=f"0 to {len(self.plan) - 1}")
-        if self._version != SCHEMA_VERSION:
-            raise DatasetError(f"format version {self._version} is only read", where=where, do="make a new dataset")
-        found, planned = tuple(s.key for s in samples), self.plan[shard_id].keys
-        if found != planned:
-            raise DatasetError(
-                f"samples {list(found)[:3]}...", where=where, expected=f"{list(planned)[:3]}... in order"
-            )
-        for sample in samples:
-            status = str(sample.row.get("status") or Status.OK)
-            if status not in set(Status):
-                raise DatasetError(
-                    f"status {status!r}", where=sample.key, expected=f"one of {[str(s) for s in Status]}"
-                )
-            wanted = sorted(STAGES[self.stage].members) if status == Status.OK else []
-            if sorted(sample.members) != wanted:
-                raise DatasetError(
-                    f"members {sorted(sample.members)} of a sample that is {status}",
-                    where=f"{where}, {sample.key}",
-                    expected=f"{wanted}",
-                )
-            for suffix, data in sample.members.items():
-                try:
-                    check_member(self.stage, suffix, data)
-                except DatasetError as err:
-                    raise DatasetError(str(err), where=f"{where}, {sample.key}.{suffix}") from err
-
-    # ---- seal, verify, read
+    # Seal, verify, read.
 
     def load_seal(self) -> dict[str, Any] | None:
         """Return the seal, or None if there is none (DatasetError if it is damaged or of another plan)."""
@@ -347,12 +241,12 @@ class Dataset:
             return None
         body = atomic.load_record(self.seal_path)
         if body is None or body.get("seal_sha256") != atomic.digest([self.plan_sha256, body.get("shards")]):
-            raise DatasetError(
-                "damaged, or of another plan",
-                where=str(self.seal_path),
-                do=f"run `cast-engine verify --quarantine {self.path}`, then `cast-engine seal {self.path}`",
-            )
+            raise DatasetError("damaged, or of another plan", where=str(self.seal_path), do=self._remedy)
         return body
+
+    @property
+    def _remedy(self) -> str:
+        return f"run `cast-engine verify --quarantine {self.path}`, then `cast-engine seal {self.path}`"
 
     @property
     def sealed(self) -> bool:
@@ -362,8 +256,7 @@ class Dataset:
     @property
     def seal_sha256(self) -> str:
         """The hash of the sealed content (DatasetError if the dataset is not sealed)."""
-        seal = self.load_seal()
-        if seal is None:
+        if (seal := self.load_seal()) is None:
             raise DatasetError("not sealed", where=str(self.path), do="run its stage to the end")
         return str(seal["seal_sha256"])
 
@@ -376,45 +269,39 @@ class Dataset:
         Raises:
             DatasetError: A shard is missing or damaged.
         """
-        if (seal := self.load_seal()) is not None:
-            return str(seal["seal_sha256"])
-        if todo := self.todo():
+        if self.sealed:
+            return self.seal_sha256
+        receipts = self.receipts()
+        if len(receipts) < len(self.plan):
+            missing = self.todo()
             raise DatasetError(
-                f"{len(todo)} of {len(self.plan)} shards are missing, the first is {todo[0].shard_id}",
+                f"{len(missing)} of {len(self.plan)} shards are missing, the first is {missing[0].shard_id}",
                 where=str(self.path),
                 do="run its stage again",
             )
-        tables, shards, counts, size = [], [], Counter[str](), 0
-        for plan in self.plan:
-            receipt = self.complete(plan.shard_id)
-            assert receipt is not None, "a complete shard stays complete"
-            tables.append(verify.check_shard_cached(self, plan, receipt))
-            shards.append([plan.shard_id, receipt.tar_sha256, receipt.manifest_sha256])
-            counts.update(receipt.counts)
-            size += receipt.tar_bytes + receipt.manifest_bytes
+        tables = [check_shard_once(self, shard, r) for shard, r in zip(self.plan, receipts, strict=True)]
         index = rows_to_bytes(pa.concat_tables(tables))
-        atomic.write_file(self.index_path, index, tmp=self._tmp, point="index")
+        shards = [[r.shard_id, r.tar_sha256, r.manifest_sha256] for r in receipts]
         body: dict[str, Any] = {"stage": self.stage, "plan_sha256": self.plan_sha256, "config_hash": self.config_hash}
-        body |= {"shards": shards, "counts": dict(counts), "bytes": size}
+        body |= {"shards": shards, "seal_sha256": atomic.digest([self.plan_sha256, shards])}
         body |= {"index_bytes": len(index), "index_sha256": hashlib.sha256(index).hexdigest()}
-        body |= {"seal_sha256": atomic.digest([self.plan_sha256, shards])}
+        atomic.write_file(self.index_path, index, tmp=self._tmp, point="index")
         atomic.create_once(self.seal_path, atomic.dump_record(body), tmp=self._tmp, point="seal")
         self.gc()
         return self.seal_sha256
 
-    def verify(self, *, quarantine: bool = False) -> verify.VerifyReport:
+    def verify(self, *, quarantine: bool = False) -> VerifyReport:
         """Check every committed shard in full, and the seal.
 
         Args:
             quarantine: Move damaged shards (and the seal, which no longer holds) to ``quarantine/``, so that running
                 the stage again makes them anew.
         """
-        return verify.verify(self, quarantine=quarantine)
+        return verify(self, quarantine=quarantine)
 
     def status(self) -> StatusCounts:
         """Return how far the dataset is, without reading data."""
-        done = [r for r in (self.complete(s.shard_id) for s in self.plan) if r is not None]
-        counts: Counter[str] = Counter()
+        done, counts = self.receipts(), Counter[str]()
         for receipt in done:
             counts.update(receipt.counts)
         size = sum(r.tar_bytes + r.manifest_bytes for r in done)
@@ -425,18 +312,11 @@ class Dataset:
         return manifest_schema(self.stage, self.config_hash).empty_table()
 
     def rows(self) -> pa.Table:
-        """Return the manifest rows of the committed shards in plan order, their hashes checked."""
+        """Return the manifest rows of the complete shards in plan order; the manifests' hashes are checked."""
         if (seal := self.load_seal()) is not None:
-            if hash_file(self.index_path, seal["index_bytes"]) != seal["index_sha256"]:
-                raise DatasetError(
-                    "sha256 differs from the seal's",
-                    where=str(self.index_path),
-                    do=f"run `cast-engine verify --quarantine {self.path}`, then `cast-engine seal {self.path}`",
-                )
-            return rows_from_bytes(self.index_path.read_bytes(), self.stage, self.config_hash)
-        receipts = [r for r in (self.complete(s.shard_id) for s in self.plan) if r is not None]
-        tables = [verify.read_manifest(self, receipt) for receipt in receipts]
-        return pa.concat_tables(tables) if tables else self.empty_rows()
+            data = read_checked(self.index_path, seal["index_bytes"], seal["index_sha256"], keep=True)
+            return rows_from_bytes(data, self.stage, self.config_hash)
+        return pa.concat_tables([self.empty_rows(), *(read_manifest(self, receipt) for receipt in self.receipts())])
 
     def reader(self, *, allow_unsealed: bool = False) -> Reader:
         """Verify all hashes (once per process while files stay as they are) and return a reader.
@@ -449,12 +329,11 @@ class Dataset:
         """
         return Reader(self, allow_unsealed=allow_unsealed)
 
-    # ---- relatives, rubbish
+    # Relatives, rubbish.
 
     def as_parent(self, child: str | os.PathLike[str]) -> ParentRef:
         """Return the reference that a dataset at ``child`` keeps of this one, which must be sealed."""
-        here, there = self.path.resolve(), Path(child).resolve()
-        path = os.path.relpath(here, there) if here.anchor == there.anchor else str(here)
+        path = os.path.relpath(self.path.resolve(), Path(child).resolve())
         return ParentRef(self.stage, Path(path).as_posix(), self.seal_sha256)
 
     def parent(self, stage: str) -> Dataset:
@@ -467,7 +346,7 @@ class Dataset:
                         f"sealed as {parent.seal_sha256[:12]}",
                         where=str(parent.path),
                         expected=f"{ref.seal_sha256[:12]}, from which {self.path} was made",
-                        do="make it again from the new parent",
+                        do="make the younger one again",
                     )
                 return parent
         raise DatasetError(f"no parent of stage {stage}", where=str(self.path))
@@ -479,35 +358,9 @@ class Dataset:
         """
         named = {n for s in self.plan if (r := self.receipt(s.shard_id)) is not None for n in (r.tar, r.manifest)}
         before, removed = time.time() - older_than_s, 0
-        for path in (*self._tmp.iterdir(), *(self.path / "data").glob("*/*")):
+        for path in (*self._tmp.glob("*"), *(self.path / "data").glob("*/*")):
             with suppress(OSError):
                 if path.name not in named and path.lstat().st_mtime < before:
                     path.unlink()
                     removed += 1
         return removed
-
-
-def _plan_sha256(body: Mapping[str, Any]) -> str:
-    parents = [[ref["stage"], ref["seal_sha256"]] for ref in body["parents"]]
-    return atomic.digest([body["schema_version"], body["stage"], body["config"], parents, body["shards"]])
-
-
-def _plan_body(
-    stage: str,
-    config: Mapping[str, Any],
-    shards: Sequence[Sequence[str]],
-    parents: Sequence[ParentRef],
-    extra: Mapping[str, Any],
-) -> dict[str, Any]:
-    if stage not in STAGES:
-        raise DatasetError(f"stage {stage!r}", expected=f"one of {sorted(STAGES)}")
-    keys = [check_key(key) for shard in shards for key in shard]
-    if not keys or not all(shards):
-        raise DatasetError("a plan with nothing to make, or an empty shard", where=stage)
-    if len(set(keys)) != len(keys):
-        twice = Counter(keys).most_common(1)[0][0]
-        raise DatasetError(f"key {twice} is planned twice", where=stage)
-    body: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "stage": stage, "config": dict(config)}
-    body |= {"parents": [asdict(p) for p in parents], "shards": [list(s) for s in shards], "extra": dict(extra)}
-    body = json.loads(atomic.canonical(body))  # what a reader will see: tuples become lists
-    return {**body, "plan_sha256": _plan_sha256(body)}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from cast_engine.errors import DatasetError
+from cast_engine.store.atomic import at
 from cast_engine.store.codec import decode_json, decode_png, decode_tensors
 from cast_engine.store.shard import Sample
-from cast_engine.store.verify import check_shard_cached
+from cast_engine.store.verify import check_shard_once
 from schemas.records import STAGES, Status
 
 if TYPE_CHECKING:
@@ -30,31 +31,32 @@ class Reader:
     file stays open, so a reader may be used in forked or spawned workers.
     """
 
+    rows: pa.Table
+    """The manifest rows of all planned samples (of the complete shards, if the dataset is not sealed)."""
+
     def __init__(self, ds: Dataset, *, allow_unsealed: bool = False) -> None:
         self.stage, self.path = STAGES[ds.stage], ds.path
         seal = ds.load_seal()
         if seal is None and not allow_unsealed:
-            raise DatasetError(
-                "not sealed", where=str(ds.path), do="run its stage to the end, or `cast-engine seal` if it is complete"
-            )
-        sealed = {i: (t, m) for i, t, m in seal["shards"]} if seal else {}
+            raise DatasetError("not sealed", where=str(ds.path), do="run its stage to the end")
+        sealed = {shard_id: hashes for shard_id, *hashes in seal["shards"]} if seal else {}
         remedy = f"run `cast-engine verify --quarantine {ds.path}`, then its stage again"
-        tables = []
-        self._at: dict[str, Path] = {}
+        tables = [ds.empty_rows()]
+        self._tar: dict[str, Path] = {}
         for plan in ds.plan:
             receipt = ds.complete(plan.shard_id)
             if receipt is None and seal is None:
                 continue
-            if receipt is None or (seal and sealed.get(plan.shard_id) != (receipt.tar_sha256, receipt.manifest_sha256)):
+            if receipt is None or (seal and sealed.get(plan.shard_id) != [receipt.tar_sha256, receipt.manifest_sha256]):
                 raise DatasetError(
                     f"shard {plan.shard_id} is not there as it was sealed", where=str(ds.path), do=remedy
                 )
             try:
-                tables.append(check_shard_cached(ds, plan, receipt))
+                tables.append(check_shard_once(ds, plan, receipt))
             except DatasetError as err:
                 raise DatasetError(str(err), do=remedy) from err
-            self._at |= dict.fromkeys(plan.keys, ds.data_path(receipt.tar))
-        self.rows: pa.Table = pa.concat_tables(tables) if tables else ds.empty_rows()
+            self._tar |= dict.fromkeys(plan.keys, ds.data_path(receipt.tar))
+        self.rows = pa.concat_tables(tables)
         self._rows: dict[str, dict[str, Any]] = {row["key"]: row for row in self.rows.to_pylist()}
         self._keys = [key for key, row in self._rows.items() if row["status"] == Status.OK]
 
@@ -62,7 +64,7 @@ class Reader:
         return len(self._keys)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._rows and self._rows[str(key)]["status"] == Status.OK
+        return self._rows.get(str(key), {}).get("status") == Status.OK
 
     def __iter__(self) -> Iterator[Sample]:
         for key in self._keys:
@@ -73,7 +75,7 @@ class Reader:
         return list(self._keys)
 
     def row(self, key: str) -> dict[str, Any]:
-        """Return the manifest row of any planned sample, also a failed one (DatasetError if there is none)."""
+        """Return the manifest row of any planned sample, also of a failed one (DatasetError if there is none)."""
         if key not in self._rows:
             raise DatasetError(f"no sample {key}", where=str(self.path))
         return self._rows[key]
@@ -84,86 +86,57 @@ class Reader:
         Raises:
             DatasetError: The sample has no members, or they changed on disk since the reader was opened.
         """
-        row = self.row(key)
-        if row["status"] != Status.OK:
-            raise DatasetError(f"sample {key} is {row['status']}: {row['error_msg']}", where=str(self.path))
-        fd = self._open(self._at[key])
-        try:
-            return {m["name"].partition(".")[2]: self._pread(fd, key, m) for m in row["members"]}
-        finally:
-            os.close(fd)
+        return dict(zip(self.stage.members, self._read(key, self.stage.members), strict=True))
 
     def tensors(self, key: str) -> dict[str, Tensor]:
         """Return the tensors of a sample, checked against the schema of its stage."""
-        suffix, fields = self._suffix(".safetensors"), self.stage.tensors
-        assert fields is not None
-        with _Where(self._at.get(key, self.path), key):
-            return decode_tensors(self._member(key, suffix), fields)
+        data, fields = self._one(key, ".safetensors"), self.stage.tensors
+        assert fields is not None, "a stage with a safetensors member has a schema for it"
+        with at(self._where(key)):
+            return decode_tensors(data, fields)
 
     def meta(self, key: str) -> dict[str, Any]:
         """Return the JSON member of a sample."""
-        with _Where(self._at.get(key, self.path), key):
-            return decode_json(self._member(key, self._suffix(".json")))
+        data = self._one(key, ".json")
+        with at(self._where(key)):
+            return decode_json(data)
 
     def image(self, key: str) -> Image.Image:
-        """Return the image of a sample (RGB); its size must be the manifest's."""
+        """Return the image of a sample (RGB); it must have the manifest's height and width."""
         from PIL import Image
 
-        with _Where(self._at.get(key, self.path), key):
-            pixels = decode_png(self._member(key, self._suffix(".png")))
-            row = self._rows[key]
-            wanted = (row.get("height"), row.get("width"))
-            if None not in wanted and wanted != pixels.shape[:2]:
-                raise DatasetError(f"an image of {pixels.shape[:2]}", expected=f"{wanted} (height, width)")
-        return Image.fromarray(pixels)
+        data, row = self._one(key, ".png"), self.row(key)
+        with at(self._where(key)):
+            return Image.fromarray(decode_png(data, row["height"], row["width"]))
 
-    def _suffix(self, ending: str) -> str:
-        for name in self.stage.members:
-            if name.endswith(ending):
-                return name
+    def _where(self, key: str) -> str:
+        return f"{self._tar.get(key, self.path)}: {key}"
+
+    def _one(self, key: str, ending: str) -> bytes:
+        for suffix in self.stage.members:
+            if suffix.endswith(ending):
+                return self._read(key, [suffix])[0]
         raise DatasetError(f"stage {self.stage.name} has no {ending} member", where=str(self.path))
 
-    def _member(self, key: str, suffix: str) -> bytes:
+    def _read(self, key: str, suffixes: Sequence[str]) -> list[bytes]:
         row = self.row(key)
         if row["status"] != Status.OK:
-            raise DatasetError(f"sample {key} is {row['status']}: {row['error_msg']}", where=str(self.path))
-        member = row["members"][self.stage.members.index(suffix)]
-        fd = self._open(self._at[key])
-        try:
-            return self._pread(fd, key, member)
-        finally:
-            os.close(fd)
-
-    def _open(self, path: Path) -> int:
-        try:
-            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError as err:
-            raise DatasetError(f"{err.strerror}", where=str(path)) from err
-
-    def _pread(self, fd: int, key: str, member: dict[str, Any]) -> bytes:
-        parts, at, left = [], member["offset"], member["size"]
-        while left and (part := os.pread(fd, left, at)):
-            parts.append(part)
-            at, left = at + len(part), left - len(part)
-        data = b"".join(parts)
-        if left or zlib.crc32(data) != member["crc32"]:
-            raise DatasetError(
-                f"member {member['name']} changed since it was verified",
-                where=str(self._at[key]),
-                do=f"run `cast-engine verify {self.path}`",
-            )
-        return data
+            raise DatasetError(f"the sample is {row['status']}: {row['error_msg']}", where=self._where(key))
+        places = {m["name"]: m for m in row["members"]}
+        with at(self._where(key)):
+            fd = os.open(self._tar[key], os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                return [_pread(fd, places[f"{key}.{suffix}"]) for suffix in suffixes]
+            finally:
+                os.close(fd)
 
 
-class _Where:
-    """Adds file and key to the errors raised inside."""
-
-    def __init__(self, path: Path, key: str) -> None:
-        self._where = f"{path}: {key}"
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: object) -> None:
-        if isinstance(err, DatasetError) and not err.where:
-            raise DatasetError(err.found, where=self._where, expected=err.expected, do=err.do) from err
+def _pread(fd: int, member: dict[str, Any]) -> bytes:
+    parts, offset, left = [], member["offset"], member["size"]
+    while left and (part := os.pread(fd, left, offset)):
+        parts.append(part)
+        offset, left = offset + len(part), left - len(part)
+    data = b"".join(parts)
+    if left or zlib.crc32(data) != member["crc32"]:
+        raise DatasetError(f"{member['name']} changed since it was verified", do="run `cast-engine verify`")
+    return data
