@@ -150,20 +150,19 @@ def cap_max(maps: Tensor, map_max: float) -> Tensor:
     p = m.shape[-1]
     ordered = m.sort(dim=-1, descending=True).values
     tail = ordered.flip(-1).cumsum(-1).flip(-1)  # mass of the cells from j on
-    room = p - map_max * torch.arange(
-        p, dtype=torch.float64, device=m.device
-    )  # left for them if j cells are at the cap
+    capped_cells = torch.arange(p, dtype=torch.float64, device=m.device)
+    room = p - map_max * capped_cells  # what is left for the others if j cells are at the cap
     factor = torch.where(tail > TINY, room / tail.clamp(min=TINY), torch.inf)
-    fits = (
-        (factor * ordered <= map_max) & (factor > 0) & torch.isfinite(factor)
-    )  # the first j for which the rest stays below
+    # The first j for which the largest of the others stays below the cap.
+    fits = (factor * ordered <= map_max) & (factor > 0) & torch.isfinite(factor)
     j = fits.to(torch.int8).argmax(dim=-1, keepdim=True)
     solved = fits.any(dim=-1, keepdim=True)
     capped = (m * factor.gather(-1, j)).clamp(max=map_max)
     nonzero = m > TINY
-    zeros = (~nonzero).sum(dim=-1, keepdim=True).clamp(min=1)
-    rest = (p - map_max * nonzero.sum(dim=-1, keepdim=True)).clamp(min=0.0) / zeros
-    return torch.where(solved, capped, torch.where(nonzero, map_max, rest))
+    count = nonzero.sum(dim=-1, keepdim=True).to(torch.float64)
+    rest = ((p - map_max * count) / (p - count).clamp(min=1.0)).clamp(min=0.0)
+    full = torch.full_like(m, map_max)  # a bare number in `where` would pass through float32
+    return torch.where(solved, capped, torch.where(nonzero, full, rest))
 
 
 def blend(maps: Tensor, share: float) -> Tensor:
