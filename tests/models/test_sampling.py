@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from cast_engine.errors import UserError
+from cast_engine.models import lora
 from cast_engine.models.sampling import replay, sample
+from schemas.job import LoraConfig
 
 WINDOW = range(1, 4)
 STEPS = 6
@@ -66,6 +68,21 @@ def test_without_a_window_nothing_but_the_image_is_kept(model, embeds):
 def test_with_next_to_no_noise_the_window_is_the_ode(model, embeds, dynamics):
     quiet = draw(model, embeds, noise_level=1e-7, dynamics=dynamics)
     assert (quiet.final - draw(model, embeds, window=range(0)).final).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_replay_with_an_adapter_equals_the_rollout_with_it(model, embeds, batch, spread):
+    """G10, with a fresh adapter (B = 0) and with one that does something."""
+    lora.add_lora(model.transformer, LoraConfig(rank=8, alpha=16), model.lora_targets, blocks=model.lora_blocks())
+    with torch.no_grad():
+        for name, parameter in lora.lora_parameters(model.transformer).items():
+            if ".lora_B." in name:
+                parameter.normal_(0, spread)
+    seeds = [1, 2, 3, 4, 5]
+    ratios = log_ratios(model, embeds, draw(model, embeds, seeds), seeds, batch)
+    assert ratios.abs().max() < 1e-5
+    assert ratios.mean(-1).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("dynamics", ["flow_sde", "dance_sde", "cps"])
