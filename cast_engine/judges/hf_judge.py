@@ -26,6 +26,7 @@ from cast_engine.models.checkpoint import fingerprint
 from cast_engine.numerics.soft_tifa import Mode, answer_probability
 from schemas.graph import Atom, SceneGraph
 
+MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 Rows = Literal["answer", "predict"]
 
 
@@ -242,16 +243,14 @@ def _load(path: Path, dtype: str, device: torch.device) -> Any:
     if not (path / "config.json").is_file():
         raise UserError("no config.json", where=str(path), expected="a model folder in transformers' format")
     config = AutoConfig.from_pretrained(path)
-    text, image = getattr(config, "text_config", None), getattr(config, "vision_config", None)
-    if (
-        text is None
-        or image is None
-        or not hasattr(config, "image_token_id")
-        or not hasattr(image, "spatial_merge_size")
-    ):
-        raise UserError(f"model type {config.model_type!r}", where=str(path), expected="a Qwen3-VL or Qwen2.5-VL class")
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-        raise UserError("the decoder has sliding-window layers", where=str(path), expected="full attention everywhere")
+    if config.model_type not in MODEL_TYPES:
+        raise UserError(
+            f"model type {config.model_type!r}", where=str(path), expected=f"one of {', '.join(MODEL_TYPES)}"
+        )
+    other = set(getattr(config.text_config, "layer_types", None) or ()) - {"full_attention"}
+    if other:  # the packed sequence would be attended wrongly
+        found = f"the decoder has layers of type {', '.join(sorted(other))}"
+        raise UserError(found, where=str(path), expected="full attention in every layer")
     place = {"device_map": {"": device}} if device.type == "cuda" else {}  # straight to the card, no copy in between
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # the stage has one of its own

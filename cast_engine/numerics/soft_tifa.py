@@ -31,16 +31,17 @@ def answer_probability(
     """
     device = logits.device
     groups = [sorted(set(ids)) if mode == "dedup" else list(ids) for ids in first_ids]
-    answer = torch.tensor([a for a, ids in enumerate(groups) for _ in ids], dtype=torch.long, device=device)
-    token = torch.tensor([i for ids in groups for i in ids], dtype=torch.long, device=device)
+    # Padded and summed along a row rather than scattered, so that CUDA always adds in the same order.
+    width = max(map(len, groups), default=0)
+    token = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in groups], dtype=torch.long, device=device)
+    count = torch.tensor([len(ids) for ids in groups], dtype=torch.long, device=device)
     row = torch.arange(len(groups), device=device) if position is None else position
     total = logits.float().logsumexp(dim=-1)[row]
-    each = (logits[row[answer], token].float() - total[answer]).exp()
-    out = torch.zeros(len(groups), dtype=torch.float32, device=device).index_add_(0, answer, each)
+    each = (logits[row[:, None], token].float() - total[:, None]).exp()
+    out = each.masked_fill(torch.arange(width, device=device) >= count[:, None], 0.0).sum(dim=1)
     if mode == "dedup":
         out = out.clamp(max=1.0)
-    missing = ~total.isfinite() | torch.tensor([not ids for ids in groups], dtype=torch.bool, device=device)
-    return out.masked_fill(missing, float("nan"))
+    return out.masked_fill(~total.isfinite() | (count == 0), float("nan"))
 
 
 def arithmetic_mean(scores: Sequence[float]) -> float:

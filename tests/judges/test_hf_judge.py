@@ -121,7 +121,7 @@ def test_layers_default_to_the_middle_and_are_checked(vlm_folder):
 
 
 def test_hash_names_the_content(vlm_folders, tmp_path):
-    a, b = (HFJudge(f, device="cpu").model_sha256 for f in vlm_folders.values())
+    a, b, _ = (HFJudge(f, device="cpu").model_sha256 for f in vlm_folders.values())
     assert len(a) == 64
     assert a != b
     again = tiny_vlm.build("qwen3_vl", tmp_path / "again")
@@ -139,4 +139,12 @@ def test_wrong_inputs_are_said_in_one_line(vlm_folder, tmp_path):
         HFJudge(tmp_path, device="cpu")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UserError, match="gpt2"):
+        HFJudge(tmp_path, device="cpu")
+
+
+def test_other_kinds_of_layers_are_refused(vlm_folders, tmp_path):
+    config = json.loads((vlm_folders["qwen2_5_vl"] / "config.json").read_text())
+    config["text_config"]["layer_types"][-1] = "sliding_attention"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="layers of type sliding_attention"):
         HFJudge(tmp_path, device="cpu")

@@ -11,6 +11,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from schemas.graph import Atom, AtomKind, Edge, Node, SceneGraph
@@ -47,7 +49,7 @@ def tokenizer():
 
 
 def build(kind, path, *, seed=0, patch=4, max_tokens=4096):
-    """Write a folder of class "qwen3_vl" or "qwen2_5_vl"; 2 * patch pixels make an image token."""
+    """Write a folder of class "qwen3_vl", "qwen3_vl_moe" or "qwen2_5_vl"; 2 * patch pixels make an image token."""
     tok = tokenizer()
     ids = {
         "image_token_id": tok.convert_tokens_to_ids("<|image_pad|>"),
@@ -78,13 +80,15 @@ def build(kind, path, *, seed=0, patch=4, max_tokens=4096):
         "out_hidden_size": 48,
     }
     torch.manual_seed(seed)
-    if kind == "qwen3_vl":
-        config = Qwen3VLConfig(
-            text_config={**text, "head_dim": 12, "rope_parameters": {**rope, "mrope_interleaved": True}},
+    if kind.startswith("qwen3_vl"):
+        moe = kind == "qwen3_vl_moe"
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if moe else {}
+        config = (Qwen3VLMoeConfig if moe else Qwen3VLConfig)(
+            text_config={**text, **experts, "head_dim": 12, "rope_parameters": {**rope, "mrope_interleaved": True}},
             vision_config={**vision, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
             **ids,
         )
-        model = Qwen3VLForConditionalGeneration(config)
+        model = (Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration)(config)
     else:
         config = Qwen2_5_VLConfig(
             text_config={**text, "rope_parameters": rope},
