@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import struct
 from collections import Counter
@@ -212,8 +213,8 @@ def save_lora(transformer: nn.Module, file: Path, values: Mapping[str, Tensor] |
     layers = sorted({key.partition(".lora_")[0] for key in tensors})
     metadata = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": layers}
     pipeline = getattr(diffusers, PIPELINES[type(transformer).__name__])
-    with atomic.readable_errors(file):
-        part = atomic.aside(file)
+    with atomic.at(file):
+        part = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             pipeline.save_lora_weights(
                 str(file.parent),
@@ -231,8 +232,6 @@ def save_lora(transformer: nn.Module, file: Path, values: Mapping[str, Tensor] |
 
 def _settle(file: Path) -> str:
     """Put a safetensors file's header keys in one order (the library's varies), fsync, return the sha256."""
-    import os
-
     with file.open("r+b") as f:
         (length,) = struct.unpack("<Q", f.read(8))
         header = json.loads(f.read(length))
