@@ -1,0 +1,164 @@
+"""``cast-train``: one round of updates from the command line, the same on disk as inside ``cast-engine run``."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cast_engine.errors import UserError, handle_errors
+
+if TYPE_CHECKING:
+    from schemas.job import JobConfig
+    from trainer.loop import RoundSummary
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+@handle_errors()
+def train(
+    rollout: Annotated[Path, typer.Argument(help="Sealed rollout dataset.", show_default=False)],
+    advantages: Annotated[Path, typer.Argument(help="Sealed advantages dataset made from it.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="Checkpoint directory to write.", show_default=False)],
+    config: Annotated[Path | None, typer.Option("--config", help="Job file.", show_default=False)] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key.path=value, over the job file.")] = None,
+    start: Annotated[Path | None, typer.Option("--from", help="Checkpoint directory of the round before.")] = None,
+    init_adapter: Annotated[
+        Path | None, typer.Option("--init-adapter", help="Adapter file to begin a run with (diffusers format).")
+    ] = None,
+    round_: Annotated[
+        int | None, typer.Option("--round", min=0, help="Round, from 0.", show_default="the rollout's")
+    ] = None,
+    embeds: Annotated[
+        Path | None, typer.Option("--embeds", help="Folder of prompt embeds.", show_default="that of the run folder")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
+) -> None:
+    """Train the adapter for one round on a rollout and the weights made from it."""
+    from cast_engine.jobfile import load_job
+
+    job = load_job(config, overrides or [])
+    folder = embeds or _embeds_of_run(rollout)
+    which = _round_of(rollout) if round_ is None else round_
+    if dry_run:
+        _plan(job, rollout, advantages, which)
+        return
+    summary = _train(job, rollout, advantages, folder, out, which, start, init_adapter)
+    typer.echo(describe(summary))
+
+
+def main() -> None:
+    """Entry point of ``cast-train``."""
+    app()
+
+
+def describe(summary: RoundSummary) -> str:
+    """Return the closing line of a round."""
+    state = summary.state
+    line = f"{summary.checkpoint}: adapter {state.adapter_sha256[:12]} after update {state.update}"
+    if not summary.seconds:
+        return f"{line}; finished before, nothing to do"
+    last = summary.rows[-1]
+    dropped = "".join(f"; {count} images {reason}" for reason, count in summary.dropped.items())
+    return (
+        f"{line}; {summary.images} images{dropped}; |log-ratio| at the start {state.start_ratio['image']:.2g}; "
+        f"clip share {last['clip_share_positive']:.3f} (W > 0) {last['clip_share_negative']:.3f} (W < 0); "
+        f"gradient norm {last['grad_norm']:.3g}; {summary.seconds:.1f} s"
+    )
+
+
+def _train(
+    job: JobConfig,
+    rollout: Path,
+    advantages: Path,
+    embeds: Path,
+    out: Path,
+    round_: int,
+    start: Path | None,
+    init_adapter: Path | None,
+) -> RoundSummary:
+    from accelerate import Accelerator
+
+    from cast_engine.models.load import load_image_model, torch_device
+    from trainer.loop import train_round
+
+    wanted = torch_device(job.model.device)
+    accelerator = Accelerator(cpu=wanted.type == "cpu")
+    # under a launcher every process has a device of its own; alone, the job's choice stands
+    device = accelerator.device if accelerator.num_processes > 1 else wanted
+    with _stop_on_signal() as stop:
+        return train_round(
+            job,
+            model=load_image_model(job.model.path, dtype=job.model.dtype, device=device),
+            rollout=rollout,
+            advantages=advantages,
+            embeds=embeds,
+            out=out,
+            round_=round_,
+            start=start,
+            init_adapter=init_adapter,
+            accelerator=accelerator,
+            stop=stop,
+        )
+
+
+def _plan(job: JobConfig, rollout: Path, advantages: Path, round_: int) -> None:
+    from trainer.data import open_round, plan_updates
+
+    def none(_: object) -> dict[str, object]:
+        raise AssertionError("a dry run reads no embeds")
+
+    config = job.train
+    data = open_round(rollout, advantages, none)  # type: ignore[arg-type]
+    plan = plan_updates(
+        data.groups,
+        seed=job.seed,
+        round_=round_,
+        epochs=config.epochs_per_round,
+        updates=config.updates_per_round,
+    )
+    sizes = sorted({len(keys) for keys in plan})
+    passes = sum(len(keys) for keys in plan) * len(data.steps)
+    typer.echo(
+        f"round {round_}: {len(data.keys)} images in {len(data.groups)} groups, window steps {list(data.steps)}; "
+        f"{len(plan)} updates of {' or '.join(map(str, sizes))} images, {passes} forward and backward passes; "
+        f"adapter {data.meta.adapter_sha256[:12] or 'none'}; dropped {sum(data.dropped.values())}"
+    )
+
+
+def _round_of(rollout: Path) -> int:
+    """Return the round that a dataset's keys name."""
+    from cast_engine.store import Dataset
+
+    key = Dataset.open(rollout).plan[0].keys[0]
+    return int(key.split("-")[1])
+
+
+def _embeds_of_run(rollout: Path) -> Path:
+    """Return the embeds beside a rollout inside a run folder (rounds/0000/rollout -> embeds)."""
+    folder = rollout.absolute().parent.parent.parent / "embeds"
+    if not folder.is_dir():
+        raise UserError("no embeds found", where=str(folder), do="name their folder with --embeds")
+    return folder
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Note SIGTERM and SIGUSR1 (Slurm's warning), so that training saves and ends after the update it is in."""
+    seen: list[int] = []
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, lambda found, _: seen.append(found)) for number in signals}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The processes that share an update, under ``accelerate launch`` or alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Processes:
+    """Which process this is, and what they do together; without an accelerator there is one."""
+
+    def __init__(self, accelerator: Accelerator | None = None) -> None:
+        self.accelerator = accelerator
+        self.count: int = accelerator.num_processes if accelerator else 1
+        self.index: int = accelerator.process_index if accelerator else 0
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes."""
+        return self.index == 0
+
+    def gather(self, vector: Tensor) -> Tensor:
+        """Return the vectors of all processes, one after the other."""
+        if self.accelerator is None or self.count == 1:
+            return vector
+        return cast("Tensor", self.accelerator.gather(vector))
+
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Add up the gradients of all processes, in one message; a missing gradient counts as zero."""
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if self.accelerator is None or self.count == 1:
+            return
+        flat = torch.cat([cast("Tensor", p.grad).flatten() for p in parameters])
+        total = cast("Tensor", self.accelerator.reduce(flat, "sum"))
+        parts = torch.split(total, [p.numel() for p in parameters])
+        for p, part in zip(parameters, parts, strict=True):
+            p.grad = part.view_as(p)
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
