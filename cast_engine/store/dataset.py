@@ -41,6 +41,8 @@ from cast_engine.store.verify import VerifyReport, check_shard_once, move_shard,
 from schemas.manifest import manifest_schema
 from schemas.records import SCHEMA_VERSION
 
+__all__ = ["Dataset", "ParentRef", "ShardPlan", "StatusCounts"]
+
 LEASE_S = 86400.0
 """Age after which a file that nothing refers to belongs to nobody any more."""
 
