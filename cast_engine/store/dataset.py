@@ -316,7 +316,10 @@ class Dataset:
     def rows(self) -> pa.Table:
         """Return the manifest rows of the complete shards in plan order; the manifests' hashes are checked."""
         if (seal := self.load_seal()) is not None:
-            data = read_checked(self.index_path, seal["index_bytes"], seal["index_sha256"], keep=True)
+            try:
+                data = read_checked(self.index_path, seal["index_bytes"], seal["index_sha256"], keep=True)
+            except DatasetError as err:
+                raise DatasetError(err.found, where=err.where, expected=err.expected, do=self._remedy) from err
             return rows_from_bytes(data, self.stage, self.config_hash)
         return pa.concat_tables([self.empty_rows(), *(read_manifest(self, receipt) for receipt in self.receipts())])
 

@@ -54,7 +54,7 @@ class Plan:
         shards: Sequence[Sequence[str]],
         parents: Sequence[ParentRef] = (),
         extra: Mapping[str, Any] | None = None,
-        version: int = SCHEMA_VERSION,
+        version: int | None = None,
     ) -> Plan:
         """Check and hash a plan.
 
@@ -68,6 +68,7 @@ class Plan:
             raise DatasetError(f"a plan of stage {stage} with nothing to make, or with an empty shard")
         if (twice := counts.most_common(1)[0])[1] > 1:
             raise DatasetError(f"key {twice[0]} is planned twice")
+        version = SCHEMA_VERSION if version is None else version
         settings, more = (json.loads(canonical(dict(x or {}))) for x in (config, extra))  # tuples become lists
         content = [version, stage, settings, [[p.stage, p.seal_sha256] for p in parents], [list(k) for k in shards]]
         numbered = tuple(ShardPlan(number, tuple(keys)) for number, keys in enumerate(shards))

@@ -82,7 +82,7 @@ def rows_from_bytes(data: bytes, stage: str, config_hash: str) -> pa.Table:
         size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
         if size > MANIFEST_LIMIT or meta.num_columns > 4 * len(schema):
             raise DatasetError(f"a manifest of {size} bytes and {meta.num_columns} columns", expected="a smaller one")
-        table = file.read()
+        table = file.read(use_threads=False)
     except (pa.ArrowException, OSError, ValueError) as err:
         raise DatasetError(f"not a manifest: {err}") from err
     for name, column in zip(schema.names, schema, strict=True):

@@ -1,6 +1,11 @@
 """A fake sampler: bytes follow from the key, so any process can tell what must be on disk."""
 
 import hashlib
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,10 +22,12 @@ def keys(shards: int, size: int) -> list[list[str]]:
 
 
 def rollout_members(key: str, salt: int = 0) -> dict[str, bytes]:
-    """Members that follow from the key alone, so that any process can tell what must be on disk."""
     seed = int(hashlib.sha256(f"{key}/{salt}".encode()).hexdigest()[:8], 16)
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))  # noqa: E731
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+
     tensors = {
         "latents": draw(W + 1, P, C).bfloat16(),
         "final_latent": draw(P, C),
@@ -40,12 +47,31 @@ def rollout_sample(key: str, salt: int = 0) -> Sample:
     return Sample(key, rollout_members(key, salt), row)
 
 
+def commit(ds: Dataset, shard_id: int, salt: int = 0):
+    return ds.commit(shard_id, [rollout_sample(key, salt) for key in ds.plan[shard_id].keys])
+
+
+def create(path: Path, plan: list[list[str]], **config) -> Dataset:
+    return Dataset.create(path, stage="rollout", config=config or {"noise": 0.7}, shards=plan)
+
+
+def make(path: Path, plan: list[list[str]], *, seal: bool = True, salt: int = 0) -> Dataset:
+    """Run the stage from wherever it is to its end."""
+    ds = create(path, plan)
+    for shard in ds.todo():
+        commit(ds, shard.shard_id, salt)
+    if seal:
+        ds.seal()
+    return ds
+
+
 def expected(plan: list[list[str]], salt: int = 0) -> dict[str, str]:
+    """What must be delivered, computed without the store."""
     return {key: sample_sha256(rollout_members(key, salt)) for shard in plan for key in shard}
 
 
 def found(ds: Dataset) -> dict[str, str]:
-    """What the reader really delivers; each member read and checked."""
+    """What is delivered, every member read and checked."""
     out: dict[str, str] = {}
     for sample in ds.reader(allow_unsealed=True):
         assert sample.key not in out
@@ -54,10 +80,25 @@ def found(ds: Dataset) -> dict[str, str]:
     return out
 
 
-def make(path, plan, *, seal=True, salt=0, config=None) -> Dataset:
-    ds = Dataset.create(path, stage="rollout", config=config or {"noise": 0.7}, shards=plan)
-    for shard in ds.todo():
-        ds.commit(shard.shard_id, [rollout_sample(key, salt) for key in shard.keys])
-    if seal:
-        ds.seal()
-    return ds
+def fork(work: Callable[[], object], **env: str) -> int:
+    """Start ``work`` in a child process; return its pid. It exits with 0, or 1 after an exception."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.environ.update(env)
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return pid
+
+
+def ended_by(pid: int) -> int:
+    """Wait for a child; return its exit code, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+KILLED = -signal.SIGKILL
