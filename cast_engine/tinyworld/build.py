@@ -136,12 +136,12 @@ def _vae() -> Any:
     from diffusers import AutoencoderKLFlux2
 
     return AutoencoderKLFlux2(
-        block_out_channels=(24, 48, 64),
+        block_out_channels=(20, 40, 40),
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
         layers_per_block=1,
         latent_channels=8,
-        norm_num_groups=8,
+        norm_num_groups=4,
         mid_block_add_attention=False,
         sample_size=IMAGE_SIZE,
     ).eval()
@@ -158,7 +158,7 @@ def _transformer(joint: int) -> Any:
         num_attention_heads=4,
         joint_attention_dim=joint,
         timestep_guidance_channels=128,
-        mlp_ratio=3.0,
+        mlp_ratio=2.5,
         axes_dims_rope=(8, 8, 8, 8),
         guidance_embeds=True,
     ).eval()
@@ -169,11 +169,11 @@ def _text_encoder(tok: Any) -> Any:
 
     text = {
         "model_type": "mistral",
-        "hidden_size": 96,
-        "intermediate_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
         "num_hidden_layers": 4,  # the last one is not read, as in the real pipeline
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 512,
         "sliding_window": None,
@@ -186,10 +186,10 @@ def _text_encoder(tok: Any) -> Any:
     }
     vision = {
         "model_type": "pixtral",
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
         "num_hidden_layers": 1,
-        "num_attention_heads": 2,
+        "num_attention_heads": 1,
         "head_dim": 16,
         "image_size": IMAGE_SIZE,
         "patch_size": 16,
@@ -254,8 +254,8 @@ def _judge_config(tok: Any) -> Any:
 
     text = {
         "hidden_size": 192,
-        "intermediate_size": 384,
-        "num_hidden_layers": 6,
+        "intermediate_size": 288,
+        "num_hidden_layers": 5,
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
         "head_dim": 32,
@@ -274,9 +274,9 @@ def _judge_config(tok: Any) -> Any:
     }
     vision = {
         "depth": 4,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_heads": 4,
+        "hidden_size": 96,
+        "intermediate_size": 224,
+        "num_heads": 3,
         "patch_size": 4,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
