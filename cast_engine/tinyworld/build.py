@@ -37,6 +37,8 @@ JUDGE_SPECIAL = (
     "<|video_pad|>",
     "<unk>",
 )
+JUDGE_CELLS = tuple(f"<|cell_{i:02d}|>" for i in range(GRID * GRID))
+"""Tokens that name a place in the picture, row by row; the judge is trained to point with them after its answer."""
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _VOCABULARY = {
@@ -103,7 +105,7 @@ def judge_tokenizer() -> Any:
     """Return the judge's tokenizer: whole words, case kept ("Yes" and "yes" differ), Qwen's special tokens."""
     from transformers import PreTrainedTokenizerFast
 
-    special = list(JUDGE_SPECIAL)
+    special = [*JUDGE_SPECIAL, *JUDGE_CELLS]
     lower = [*_COLOURS, *_SHAPES, *_PLURALS, *NUMBERS, *_JOINTS, *_QUESTION]
     words = [*lower, *(w.capitalize() for w in lower), *(str(i) for i in range(11)), *_MARKS]
     vocab = list(dict.fromkeys([*special, *words]))

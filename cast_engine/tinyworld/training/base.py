@@ -1,0 +1,269 @@
+"""Train the tiny FLUX.2: text encoder and transformer together, then guidance distillation.
+
+    python -m cast_engine.tinyworld.training.base --out OUT --minutes 8
+
+Phase 1 is flow matching on noisy captions (`pictures.CaptionNoise`), one caption in ten left out. Phase 2 freezes the
+text encoder and teaches the transformer to give, in one pass and for every guidance g it is told, what the phase-1
+model gives in two: v_u + g (v_c - v_u). At g = 1 that is the phase-1 model. Needs OUT/vae (or --vae).
+Writes OUT/flux2 (a stock pipeline folder, float16), OUT/base.json with the final table, OUT/samples.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cast_engine.tinyworld import build, prompts
+from cast_engine.tinyworld.training import card, engine, flux
+from cast_engine.tinyworld.training.dataset import prompt_tokens, scenes, to_pixels
+from cast_engine.tinyworld.training.engine import log
+from cast_engine.tinyworld.training.fast import PromptEncoder
+from cast_engine.tinyworld.training.pictures import CaptionNoise, noise_dict
+from cast_engine.tinyworld.training.workers import Workers
+
+GUIDANCE = (1.0, 5.0)
+EMPTY = 0.1
+"""Share of captions left out in phase 1."""
+UNIFORM = 0.3
+"""Share of noise levels drawn uniformly; the others follow the density of the stock sampler's steps."""
+
+
+def draw_sigma(n: int, device: torch.device) -> Tensor:
+    """Draw noise levels: dense where the shifted sampler steps, but none left out."""
+    u = torch.rand(n, device=device)
+    shifted = flux.STOCK_SHIFT * u / (1 + (flux.STOCK_SHIFT - 1) * u)
+    return torch.where(torch.rand(n, device=device) < UNIFORM, torch.rand(n, device=device), shifted)
+
+
+class Trainer:
+    """The models and data of both phases.
+
+    Args:
+        args: of the command line.
+        device: where everything lives.
+        workers: processes that draw and verify.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, workers: Workers) -> None:
+        from diffusers import AutoencoderKLFlux2, Flux2Pipeline
+
+        self.args, self.device = args, device
+        self.pipe = build.pipeline(args.seed) if args.init is None else Flux2Pipeline.from_pretrained(args.init)
+        vae_folder = args.vae or (args.out / "vae" if args.init is None else args.init / "vae")
+        self.pipe.vae.load_state_dict(AutoencoderKLFlux2.from_pretrained(vae_folder).state_dict())
+        self.vae: Any = engine.frozen_copy(self.pipe.vae).to(device)
+        self.tokens = prompt_tokens(self.pipe.tokenizer, build.MAX_SEQUENCE_LENGTH).to(device)
+        self.velocity = flux.Velocity(engine.frozen_copy(self.pipe.transformer).to(device).requires_grad_(True))
+        text = engine.frozen_copy(self.pipe.text_encoder).to(device)
+        text.model.language_model.requires_grad_(True)
+        self.encoder = PromptEncoder(text)
+        self.noise = CaptionNoise(**{k: getattr(args, f"{k}_noise") for k in ("count", "relation", "colour", "shape")})
+        data = scenes(workers, "train", args.pictures, args.seed, args.cache, self.noise)
+        self.captions = torch.from_numpy(data["captions"]).to(device, torch.int64)
+        self.latents = self._encode(torch.from_numpy(data["images"]))
+        self.workers = workers
+        self.texts = prompts.split("validation", 16 if args.smoke else args.prompts, 7)
+        self.figures: dict[str, Any] = {"caption_noise": noise_dict(self.noise), "pictures": args.pictures}
+
+    @torch.no_grad()
+    def _encode(self, images: Tensor) -> Tensor:
+        parts = [
+            flux.encode(self.vae, to_pixels(images[i : i + 1024].to(self.device))) for i in range(0, len(images), 1024)
+        ]
+        latents = torch.cat(parts)
+        log(f"latents {tuple(latents.shape)} mean {float(latents.mean()):.3f} std {float(latents.std()):.3f}")
+        return latents
+
+    def batch(self, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draw x_t [n, 64, 32], sigma [n], caption index [n] and the target velocity."""
+        chosen = torch.randint(len(self.latents), (n,), device=self.device)
+        which = torch.randint(self.captions.shape[1], (n,), device=self.device)
+        x0, sigma = self.latents[chosen], draw_sigma(n, self.device)
+        noise = torch.randn_like(x0)
+        s = sigma[:, None, None]
+        return (1 - s) * x0 + s * noise, sigma, self.captions[chosen, which], noise - x0
+
+    def sampler(self, velocity: flux.Velocity, encoder: PromptEncoder) -> flux.Sampler:
+        """Return the fast sampler on these models."""
+        return flux.Sampler(velocity, encoder, self.vae, self.pipe.scheduler, self.tokens, self.workers)
+
+    def match_captions(self, minutes: float) -> None:
+        """Phase 1: flow matching. Leaves the averaged weights in `velocity` and `encoder`."""
+        args, device = self.args, self.device
+        optimiser = engine.Optimiser([self.velocity, self.encoder], args.lr)
+        velocity, encoder = optimiser.averages
+        assert isinstance(velocity, flux.Velocity)
+        assert isinstance(encoder, PromptEncoder)
+        compile_models(args, self.velocity.transformer, self.encoder)
+        one = torch.ones(args.batch, device=device)
+        empty = torch.full((args.batch,), len(self.tokens) - 1, device=device)
+
+        def step() -> Tensor:
+            x, sigma, caption, target = self.batch(args.batch)
+            caption = torch.where(torch.rand(args.batch, device=device) < EMPTY, empty, caption)
+            with engine.autocast(device):
+                v = self.velocity(x, sigma, self.encoder(self.tokens[caption]), one)
+            loss = (v.float() - target).pow(2).mean()
+            optimiser.step(loss)
+            value: Tensor = loss.detach().reshape(1)
+            return value
+
+        def report(steps: int, values: Tensor, used: float) -> None:
+            found = self.sampler(velocity, encoder).evaluate(self.texts)
+            log(f"base phase 1 {used:4.0%} step {steps}: loss {values[0]:.4f} | {flux.row(found)}")
+            self.save(velocity, encoder)
+
+        runner = engine.Runner(step, device, args.engine)
+        self.figures["phase1"] = engine.train(runner, optimiser, minutes, report=report)
+        self.velocity.load_state_dict(velocity.state_dict())
+        self.encoder.load_state_dict(encoder.state_dict())
+        self.finish("phase1")
+
+    def distil_guidance(self, minutes: float) -> None:
+        """Phase 2: one pass that gives what guidance takes two for. Leaves the averaged weights in `velocity`."""
+        args, device, n = self.args, self.device, self.args.batch
+        embeds = self.all_embeds()
+        teacher = engine.frozen_copy(self.velocity)
+        optimiser = engine.Optimiser([self.velocity], args.lr * 0.4)
+        average = optimiser.averages[0]
+        assert isinstance(average, flux.Velocity)
+        compile_models(args, teacher.transformer)
+        one = torch.ones(2 * n, device=device)
+        empty = torch.full((n,), len(self.tokens) - 1, device=device)
+        low, high = GUIDANCE
+
+        def step() -> Tensor:
+            x, sigma, caption, _ = self.batch(n)
+            guidance = low + (high - low) * torch.rand(n, device=device)
+            with engine.autocast(device):
+                with torch.no_grad():
+                    both = embeds[torch.cat([caption, empty])]
+                    v_c, v_u = teacher(x.repeat(2, 1, 1), sigma.repeat(2), both, one).float().chunk(2)
+                v = self.velocity(x, sigma, embeds[caption], guidance)
+            loss = (v.float() - v_u - guidance[:, None, None] * (v_c - v_u)).pow(2).mean()
+            optimiser.step(loss)
+            value: Tensor = loss.detach().reshape(1)
+            return value
+
+        def report(steps: int, values: Tensor, used: float) -> None:
+            sampler = self.sampler(average, self.encoder)
+            found = sampler.evaluate(self.texts, guidance=build.GUIDANCE_SCALE)
+            log(f"base phase 2 {used:4.0%} step {steps}: loss {values[0]:.4f} | {flux.row(found)}")
+            self.save(average, self.encoder)
+
+        runner = engine.Runner(step, device, args.engine)
+        self.figures["phase2"] = engine.train(runner, optimiser, minutes, reports=5, report=report)
+        self.velocity.load_state_dict(average.state_dict())
+        self.finish("phase2")
+
+    @torch.no_grad()
+    def all_embeds(self) -> Tensor:
+        """Embed every prompt of the world, the empty one last: [N+1, T, D] in the dtype that training runs in."""
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        encoder = engine.frozen_copy(self.encoder)
+        return torch.cat([encoder(rows).to(dtype) for rows in torch.split(self.tokens, 2048)])
+
+    def finish(self, name: str) -> None:
+        """Evaluate and save what `velocity` and `encoder` hold."""
+        velocity = engine.frozen_copy(self.velocity)
+        encoder = engine.frozen_copy(self.encoder)
+        found = self.sampler(velocity, encoder).evaluate(self.texts)
+        log(f"base {name} done: {self.figures[name]} | guidance 1: {flux.row(found)}")
+        self.figures[name]["validation"] = found
+        self.save(velocity, encoder)
+
+    def save(self, velocity: flux.Velocity, encoder: PromptEncoder) -> None:
+        """Write OUT/flux2."""
+        self.pipe.transformer.load_state_dict(velocity.transformer.state_dict())
+        self.pipe.text_encoder.model.language_model.load_state_dict(encoder.text.state_dict())
+        build.save_pipeline(self.pipe, self.args.out / "flux2", guidance_scale=self.args.guidance)
+        engine.publish(self.args.out / "flux2", self.args.publish)
+
+
+def compile_models(args: argparse.Namespace, transformer: Any, encoder: PromptEncoder | None = None) -> None:
+    """Compile block by block (seconds, where the whole model takes a minute); a failure only costs speed."""
+    if engine.may_compile(args):
+        transformer.compile_repeated_blocks(dynamic=False)
+        if encoder is not None:
+            encoder.compile(dynamic=False)
+
+
+def final_table(sampler: flux.Sampler, texts: list[str], guidance: float, *, smoke: bool) -> list[dict[str, Any]]:
+    """Evaluate by guidance and steps, and by timestep shift at the default guidance."""
+    plan: list[dict[str, Any]] = [{"guidance": g, "steps": n} for g in (1.0, 1.5, 2.0, 3.0, 4.0) for n in (10, 20, 40)]
+    plan += [{"guidance": guidance, "steps": 10, "shift": s} for s in (3.0, 6.7, 12.0)]
+    if smoke:
+        plan = [{"guidance": 2.0, "steps": 2}, {"guidance": 2.0, "steps": 3, "shift": 3.0}]
+    table = []
+    for how in plan:
+        found = sampler.evaluate(texts, **how)
+        log("table  " + "  ".join(f"{k} {v:g}" for k, v in how.items()) + f"  | {flux.row(found)}")
+        table.append({**how, **found})
+    return table
+
+
+def compare_with_stock(folder: Path, sampler: flux.Sampler, texts: list[str], guidance: float) -> float:
+    """Draw with the stock pipeline from the same noise; return the share of pixel values that differ by more than 2."""
+    from diffusers import Flux2Pipeline
+
+    pipe = Flux2Pipeline.from_pretrained(folder).to(sampler.tokens.device)
+    pipe.set_progress_bar_config(disable=True)
+    noise = torch.randn((len(texts), flux.POSITIONS, 32), generator=torch.Generator().manual_seed(5))
+    latents = noise.transpose(1, 2).reshape(len(texts), 32, build.GRID, build.GRID)
+    call = build.call_arguments(guidance_scale=guidance)
+    stock = np.stack([np.asarray(i) for i in pipe(prompt=texts, latents=latents, **call).images])
+    ours = sampler.draw(texts, guidance=guidance, seed=5)
+    return float((np.abs(stock.astype(int) - ours.astype(int)) > 2).mean())
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    engine.add_common_arguments(parser)
+    parser.add_argument("--vae", type=Path, default=None, help="folder of the trained VAE (default: OUT/vae)")
+    parser.add_argument("--init", type=Path, default=None, help="pipeline folder to go on from")
+    parser.add_argument("--phase1-share", type=float, default=0.6, help="share of the time for phase 1; 0 skips it")
+    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--prompts", type=int, default=256, help="validation prompts of every evaluation")
+    parser.add_argument(
+        "--guidance", type=float, default=build.GUIDANCE_SCALE, help="default written to cast_model.json"
+    )
+    for name in ("count", "relation", "colour", "shape"):
+        parser.add_argument(f"--{name}-noise", type=float, default=getattr(CaptionNoise(), name))
+    args = parser.parse_args()
+    if args.smoke:
+        args.batch = 4
+    return args
+
+
+def main() -> None:
+    """Train both phases, save, reload with the stock classes and evaluate."""
+    args = arguments()
+    device = engine.prepare(args)
+    minutes = 8.0 if args.minutes is None else args.minutes
+    with Workers(args.workers) as workers:
+        trainer = Trainer(args, device, workers)
+        if args.phase1_share > 0:
+            trainer.match_captions(minutes * args.phase1_share)
+        if args.phase1_share < 1:
+            trainer.distil_guidance(minutes * (1 - args.phase1_share))
+        sampler = flux.Sampler.load(args.out / "flux2", device, workers)
+        figures = trainer.figures
+        sheet = trainer.texts[: 8 if args.smoke else 64]
+        flux.contact_sheet(sampler.draw(sheet, guidance=args.guidance), sheet, args.out / "samples.png")
+        figures["differs_from_stock"] = compare_with_stock(args.out / "flux2", sampler, sheet[:8], args.guidance)
+        log(f"share of pixel values that differ from the stock pipeline's: {figures['differs_from_stock']:.5f}")
+        figures["table"] = final_table(sampler, trainer.texts, args.guidance, smoke=args.smoke)
+    engine.write_json(args.out / "base.json", figures)
+    card.write_flux2(args.out)
+    engine.publish(args.out / "flux2", args.publish)
+
+
+if __name__ == "__main__":
+    main()
