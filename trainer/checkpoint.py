@@ -174,9 +174,10 @@ def save(path: Path, state: TrainState, content: Content) -> TrainState:
     for name in (OPTIMIZER, METRICS):
         _sync(aside / name)
     done = state.model_copy(update={"files": files, "adapter_sha256": adapter_sha256})
-    atomic.write_file(aside / STATE, (done.model_dump_json(indent=1) + "\n").encode())
+    atomic.write_file(aside / STATE, (done.model_dump_json(indent=1) + "\n").encode(), point="checkpoint")
     aside.rename(path)
     _sync(path.parent)
+    atomic.crash("checkpoint.renamed")
     return done
 
 

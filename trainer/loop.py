@@ -29,7 +29,7 @@ from trainer.data import RoundData, open_round, plan_updates
 from trainer.ema import Ema
 from trainer.guards import Guards
 from trainer.metrics import Row, UpdateStats, norm, read_rows
-from trainer.origin import RoundPaths, check_origin, embed_source, origin
+from trainer.origin import RoundPaths, changed_settings, check_origin, embed_source, origin
 from trainer.processes import Processes
 from trainer.replay import NOISE_LIMIT, Replayer
 from trainer.schedule import learning_rate
@@ -122,6 +122,8 @@ def train_round(
         return _already_done(out, first)
     data = open_round(rollout, advantages, embed_source(embeds, model))
     check_origin(first, data, paths)
+    for line in changed_settings(first, paths):
+        log(line)
     with _threads(config.threads):
         session = _Session(model, config, paths, first, data, Processes(accelerator), log)
         with _checkpointing(session.adapter.transformer, on=config.gradient_checkpointing):
@@ -237,20 +239,24 @@ class _Session:
             self._check_start()
         for index in range(self.resumed_at, len(self.plan)):
             self._update(index)
-            last = index + 1 == len(self.plan)
-            if not last and stop():
+            if index + 1 == len(self.plan):
+                return
+            due = time.monotonic() - self.saved_at >= self.config.checkpoint_seconds
+            ends, saves = self.processes.any(stop(), due)
+            if ends or saves:
                 self._save_partial()
+            if ends:
                 raise Interrupted(f"{self.name}: stopped after update {index + 1}; run the same command again")
-            if not last and time.monotonic() - self.saved_at >= self.config.checkpoint_seconds:
-                self._save_partial()
 
     def _check_start(self) -> None:
         """Replay a sample of the round with the policy that drew it."""
         keys = self.data.keys
         sample = keys[:: max(1, len(keys) // SAMPLE)][:SAMPLE]
-        chunks = _chunks(sample, self.config.batch_size)
-        found = torch.stack([self.replayer.start_figures(self.data.load(chunk)) for chunk in chunks])
-        image, position, noise = found.amax(dim=0).tolist()
+        own = sample[self.processes.index :: self.processes.count]
+        found = [torch.zeros(3, device=self.replayer.model.device)]
+        found += [self.replayer.start_figures(self.data.load(chunk)) for chunk in _chunks(own, self.config.batch_size)]
+        largest = self.processes.gather(torch.stack(found).amax(dim=0)).view(-1, 3).amax(dim=0)
+        image, position, noise = largest.tolist()
         self._record_start(image, position)
         if not noise <= NOISE_LIMIT:
             raise self.guards.stop(

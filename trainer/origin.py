@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -89,6 +90,19 @@ def check_origin(first: checkpoint.TrainState, data: RoundData, paths: RoundPath
             expected=f"{_adapter_name(first.start_adapter_sha256)} ({paths.start or paths.init_adapter or 'new run'})",
             do="draw this round's images with the checkpoint that training starts from",
         )
+
+
+def changed_settings(first: checkpoint.TrainState, paths: RoundPaths) -> list[str]:
+    """Say which settings differ from those of the round before; they may, but not unseen."""
+    if paths.start is None:
+        return []
+    before = checkpoint.read_state(paths.start)
+    old, new = (state.config | {"seed": state.seed, "total_updates": state.total_updates} for state in (before, first))
+    return [
+        f"{name} was {old.get(name)} in {paths.start} and is {new.get(name)} now"
+        for name in sorted(old.keys() | new.keys())
+        if json.dumps(old.get(name)) != json.dumps(new.get(name))
+    ]
 
 
 def embed_source(folder: Path, model: ImageModel) -> Embeds:

@@ -31,6 +31,13 @@ class Processes:
             return vector
         return cast("Tensor", self.accelerator.gather(vector))
 
+    def any(self, *flags: bool) -> list[bool]:
+        """Return which of the flags any process has set, so that all of them do the same next."""
+        if self.accelerator is None or self.count == 1:
+            return list(flags)
+        own = torch.tensor(flags, dtype=torch.int32, device=self.accelerator.device)
+        return self.gather(own).view(self.count, -1).amax(dim=0).bool().tolist()
+
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Add up the gradients of all processes, in one message; a missing gradient counts as zero."""
         for p in parameters:

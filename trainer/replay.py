@@ -111,4 +111,4 @@ class Replayer:
             figures.append(
                 torch.stack([delta.mean(dim=-1).abs().amax(), delta.abs().amax(), left.square().mean().sqrt()])
             )
-        return torch.stack(figures).amax(dim=0).cpu()
+        return torch.stack(figures).amax(dim=0)
