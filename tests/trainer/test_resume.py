@@ -179,7 +179,8 @@ def test_dry_run_writes_nothing(world, round0, tmp_path):
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys, trainer.cli; print([m for m in ('torch', 'diffusers', 'pyarrow', 'accelerate') if m in sys.modules])"
+    heavy = ("torch", "diffusers", "pyarrow", "accelerate")
+    code = f"import sys, trainer.cli; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert out.stdout.strip() == "[]"
 
