@@ -28,6 +28,7 @@ PIXEL_LIMIT = 64 << 20
 _DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2), "I64": ("int64", 8)}
 _DIM = re.compile(r"^([A-Za-z_]+)(?:\+(\d+))?$")
 _PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
+_PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -141,9 +142,13 @@ def encode_tensors(tensors: dict[str, Tensor]) -> bytes:
 def decode_tensors(data: bytes, fields: dict[str, TensorField]) -> dict[str, Tensor]:
     """Read a safetensors member; see :func:`check_tensors` for what is refused."""
     check_tensors(data, fields)
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
-    tensors: dict[str, Tensor] = load(data)
+    try:
+        tensors: dict[str, Tensor] = load(data)
+    except SafetensorError as err:
+        raise DatasetError(f"not a safetensors member: {err}") from err
     return {name: tensors[name] for name in fields}
 
 
@@ -162,10 +167,10 @@ def png_size(data: bytes) -> tuple[int, int]:
     """Return (height, width) from the header of an 8-bit RGB PNG.
 
     Raises:
-        DatasetError: Another kind of file, or more than ``PIXEL_LIMIT`` pixels.
+        DatasetError: Another kind of file, one that was cut, or more than ``PIXEL_LIMIT`` pixels.
     """
-    if not data.startswith(_PNG) or len(data) < 33:
-        raise DatasetError("an image that is not PNG")
+    if not data.startswith(_PNG) or not data.endswith(_PNG_END):
+        raise DatasetError("an image that is not PNG, or not all of it")
     width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
     if (depth, colour) != (8, 2):
         raise DatasetError(f"a PNG of bit depth {depth}, colour type {colour}", expected="8-bit RGB")

@@ -23,6 +23,10 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
+def _first_line(err: Exception) -> str:
+    return (str(err).splitlines() or [type(err).__name__])[0]
+
+
 def make_rows(
     stage: str,
     config_hash: str,
@@ -54,7 +58,9 @@ def make_rows(
     try:
         return pa.Table.from_pylist(rows, schema=schema)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as err:
-        raise DatasetError(f"a manifest value of the wrong type: {err}", where=f"shard {shard_id}") from err
+        raise DatasetError(
+            f"a manifest value of the wrong type: {_first_line(err)}", where=f"shard {shard_id}"
+        ) from err
 
 
 def rows_to_bytes(rows: pa.Table) -> bytes:
@@ -84,11 +90,11 @@ def rows_from_bytes(data: bytes, stage: str, config_hash: str) -> pa.Table:
             raise DatasetError(f"a manifest of {size} bytes and {meta.num_columns} columns", expected="a smaller one")
         table = file.read(use_threads=False)
     except (pa.ArrowException, OSError, ValueError) as err:
-        raise DatasetError(f"not a manifest: {err}") from err
+        raise DatasetError(f"not a manifest: {_first_line(err)}") from err
     for name, column in zip(schema.names, schema, strict=True):
         if name not in table.column_names:
             table = table.append_column(column, pa.nulls(len(table), column.type))
     try:
         return table.select(schema.names).cast(schema)
     except (pa.ArrowException, ValueError) as err:
-        raise DatasetError(f"a manifest with columns of other types: {err}") from err
+        raise DatasetError(f"a manifest with columns of other types: {_first_line(err)}") from err
