@@ -6,11 +6,13 @@ alpha in the metadata, so that ``pipe.load_lora_weights(FILE)`` applies it with 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
 import re
+import secrets
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,6 +200,7 @@ def save_lora(transformer: nn.Module, file: Path, values: Mapping[str, Tensor] |
         The file's sha256.
     """
     import diffusers
+    from safetensors import SafetensorError
 
     names = lora_parameters(transformer)
     if not names:
@@ -214,7 +217,7 @@ def save_lora(transformer: nn.Module, file: Path, values: Mapping[str, Tensor] |
     metadata = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": layers}
     pipeline = getattr(diffusers, PIPELINES[type(transformer).__name__])
     with atomic.at(file):
-        part = file.with_name(f".{file.name}.{os.getpid()}")
+        part = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
         try:
             pipeline.save_lora_weights(
                 str(file.parent),
@@ -224,6 +227,9 @@ def save_lora(transformer: nn.Module, file: Path, values: Mapping[str, Tensor] |
             )
             digest = _settle(part)
             part.replace(file)
+        except SafetensorError as exc:  # how the library reports a full disk
+            full = "no space" in str(exc).lower()
+            raise OSError(errno.ENOSPC if full else errno.EIO, str(exc)) from exc
         finally:
             part.unlink(missing_ok=True)
         atomic.sync_dir(file.parent)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_flux2 import PROMPTS, make_pipeline, write_defaults
+
+from tests.models.random_flux2 import PROMPTS, make_pipeline, write_defaults
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

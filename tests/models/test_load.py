@@ -7,11 +7,11 @@ import weakref
 
 import pytest
 import torch
-from random_flux2 import PROMPTS, make_pipeline, write_defaults
 
 from cast_engine.errors import UserError
 from cast_engine.models import checkpoint
 from cast_engine.models.load import load_image_model
+from tests.models.random_flux2 import PROMPTS, make_pipeline, write_defaults
 
 
 @pytest.fixture

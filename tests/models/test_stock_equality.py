@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from random_flux2 import OUT_LAYERS, PROMPTS
 
 from cast_engine.models.sampling import sample
+from tests.models.random_flux2 import OUT_LAYERS, PROMPTS
 
 
 @pytest.mark.parametrize(("count", "height", "width"), [(1, 64, 64), (3, 64, 64), (3, 32, 96)])
