@@ -30,7 +30,7 @@ class AtomStats:
     valid: Tensor
     """[G, K] bool: the score is not missing."""
     constant: Tensor
-    """[K] bool: std below ``CONSTANT_STD``, or fewer than two valid images."""
+    """[K] bool: std below ``CONSTANT_STD``, as it always is with fewer than two valid images."""
 
 
 def atom_stats(scores: Tensor) -> AtomStats:
@@ -54,7 +54,7 @@ def atom_stats(scores: Tensor) -> AtomStats:
     mean = filled.sum(dim=0) / n.clamp(min=1)
     deviation = torch.where(valid, r - mean, 0.0)
     std = ((deviation**2).sum(dim=0) / n.clamp(min=1)).sqrt()
-    return AtomStats(mean, std, valid, (std < CONSTANT_STD) | (n < 2))
+    return AtomStats(mean, std, valid, std < CONSTANT_STD)
 
 
 def atom_advantages(

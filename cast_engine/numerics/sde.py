@@ -243,7 +243,21 @@ def position_log_prob(dynamics: Dynamics, x_next: Tensor, mean: Tensor, std: Ten
     return log_prob(dynamics, x_next, mean, std).mean(dim=-1)
 
 
-def position_center(dynamics: Dynamics, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
+def rounding_variance(x: Tensor) -> Tensor:
+    """Return the variance that rounding to x's own dtype gave each element of x, in float32: (spacing)² / 12.
+
+    0 for float32 and float64, whose rounding does not matter here. Rounding error is taken as even over the spacing of
+    neighbouring numbers.
+    """
+    if x.dtype in (torch.float32, torch.float64):
+        return torch.zeros_like(x, dtype=torch.float32)
+    _, exponent = torch.frexp(x.float())  # |x| is at least 2^(exponent - 1)
+    return torch.ldexp(torch.full_like(x, torch.finfo(x.dtype).eps, dtype=torch.float32), exponent - 1) ** 2 / 12.0
+
+
+def position_center(
+    dynamics: Dynamics, mean: Tensor, mean_old: Tensor, std: Tensor, rounding: Tensor | None = None
+) -> Tensor:
     """Return by how much the expected log-ratio of each position lies below 0, [..., P].
 
     A policy whose mean moved by d has E[log-ratio] = -mean(d²) / 2s² whatever the reward; for CPS, whose log-density
@@ -253,11 +267,19 @@ def position_center(dynamics: Dynamics, mean: Tensor, mean_old: Tensor, std: Ten
     Args:
         dynamics: The rule.
         mean: The policy's mean, [..., P, C].
-        mean_old: The mean it was sampled from: x_next - std * z, if x_next was not rounded, or kept by the caller.
+        mean_old: The mean it was sampled from, kept by the caller or found as x_next - std * z.
         std: Total s, broadcastable.
+        rounding: Variance of each element's error in ``mean_old``. Needed if it was found from an x_next that was
+            rounded to bfloat16: ``rounding_variance(x_next)``, without which the centre is too high by its mean / 2s²,
+            about 1e-4 at s = 0.2, as much as a clip range.
+
+    Returns:
+        In the units of the log-ratio. With ``rounding`` single positions may lie below 0.
     """
     dtype = compute_dtype(mean, mean_old)
     square = ((mean.to(dtype) - mean_old.to(dtype)) ** 2).mean(dim=-1)
+    if rounding is not None:
+        square = square - rounding.to(dtype).mean(dim=-1)
     if dynamics == "cps":
         return square
     s = std.to(dtype)

@@ -93,7 +93,7 @@ def test_scalar_reward_takes_a_missing_score_as_no_deviation():
 
 
 def test_gate():
-    r = scores([0.5, 1.0], [0.8, 0.5], [1.0, 1.0], [0.5, 0.5])
+    r = scores([0.5, 1.0], [0.8, 0.5], [0.9, 1.0], [0.5, 0.5])
     # 0 is a child of 1 and 2; 3 is a child of 0: parents may come after their children
     got = adv.gate(r, [[1, 2], [], [], [0]])
     assert got[:, 0].tolist() == pytest.approx([0.5 * 0.8, 0.5])

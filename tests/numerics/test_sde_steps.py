@@ -131,6 +131,31 @@ def test_center_is_the_expected_drop_of_the_log_ratio(rule):
     assert center.min() > 0
 
 
+def test_rounding_variance_is_that_of_the_dtype():
+    x = draw(1, 200_000).float() * 3
+    for dtype in (torch.bfloat16, torch.float16):
+        error = (x.to(dtype).float() - x).square()
+        assert float(error.mean()) == pytest.approx(float(sde.rounding_variance(x.to(dtype)).mean()), rel=0.02)
+    one = sde.rounding_variance(torch.tensor([1.0, 1.99, 2.0, -0.75, 0.0], dtype=torch.bfloat16)) * 12
+    assert one.sqrt().tolist() == [2**-7, 2**-7, 2**-6, 2**-8, pytest.approx(0, abs=2**-7)]
+    assert sde.rounding_variance(x).abs().max() == 0
+    assert sde.rounding_variance(x.double()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_center_from_a_rounded_latent(rule):
+    """N = 65,536, stored in bfloat16: redrawing z gives back the centre to a tenth of a clip range."""
+    mean_old, z, s = 1.5 * draw(1, 512, 128).float(), draw(2, 512, 128).float(), torch.tensor(0.2)
+    mean = mean_old + 0.02 * s * draw(3, 512, 128).float()
+    stored = (mean_old + s * z).bfloat16()
+    exact = float(sde.position_center(rule, mean, mean_old, s).mean())
+    found = stored.float() - s * z
+    unit = 1e-4 if rule != "cps" else 1e-4 * 2 * float(s) ** 2
+    assert float(sde.position_center(rule, mean, found, s).mean()) - exact > 0.5 * unit
+    corrected = float(sde.position_center(rule, mean, found, s, sde.rounding_variance(stored)).mean())
+    assert abs(corrected - exact) < 0.1 * unit
+
+
 def test_excess_of_the_shifted_flux2_table():
     sigmas = shifted(50, math.exp(2.02335))  # μ of 4,096 positions and 50 steps
     report = sde.step_report("flow_sde", sigmas.float(), 0.7)

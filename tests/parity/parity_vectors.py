@@ -21,12 +21,13 @@ def parity_folder() -> Path | None:
     return None
 
 
-def cases(name: str, *formulas: str) -> list:
-    """Parametrised cases of one file; a single skipped one if the file is absent."""
+def cases(name: str, *formulas: str, **inputs: object) -> list:
+    """Parametrised cases of one file with these formulas and inputs; a single skipped one if the file is absent."""
     folder = parity_folder()
     if folder is None or not (folder / name).is_file():
         return [pytest.param(None, marks=pytest.mark.skip(reason=f"no shared/parity/{name} beside the repository"))]
     found = [c for c in json.loads((folder / name).read_text())["cases"] if c["formula"] in formulas]
+    found = [c for c in found if all(c["inputs"].get(key) == value for key, value in inputs.items())]
     assert found, f"{name} has no case of {formulas}"
     return [pytest.param(c, id=c["id"]) for c in found]
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity_vectors import cases, tensor
 
+from tests.parity.parity_vectors import cases, tensor
 from trainer.objective import guard_loss, policy_loss
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity_vectors import cases, tensor
 
 from cast_engine.numerics import sde
+from tests.parity.parity_vectors import cases, tensor
 
 RULES = {"flow_sde_step": "flow_sde", "dance_sde_step": "dance_sde", "cps_step": "cps"}
 
