@@ -11,6 +11,8 @@ from tests.models.random_flux2 import make_pipeline, write_defaults
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+DEVICE = os.environ.get("CAST_TEST_DEVICE", "cpu")
+"""Where the tests of whole rounds run."""
 PROMPT_IDS = ("aaaaaaaaaaaa", "bbbbbbbbbbbb")
 
 
@@ -29,7 +31,7 @@ class World:
     def model(self, dtype="float32"):
         from cast_engine.models.load import load_image_model
 
-        model = load_image_model(self.folder, dtype=dtype, device="cpu")
+        model = load_image_model(self.folder, dtype=dtype, device=DEVICE)
         model.load_denoiser()
         return model
 

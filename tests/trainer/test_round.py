@@ -203,7 +203,7 @@ def flow_grpo(world, made, config, scalar):
     for keys in plan_updates(groups, seed=0, round_=0, epochs=1, updates=2):
         losses = []
         for key in keys:
-            t = reader.tensors(key)
+            t = {name: value.to(model.device) for name, value in reader.tensors(key).items()}
             condition = model.condition([embeds.get(key[:12])], geometry)
             for j, step in enumerate(t["steps"].tolist()):
                 x, y = t["latents"][None, j], t["latents"][None, j + 1]
@@ -222,7 +222,7 @@ def flow_grpo(world, made, config, scalar):
         torch.stack(losses).mean().backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), train.grad_clip)
         optimizer.step()
-    return {lora.file_key(n): p.detach() for n, p in parameters.items()}
+    return {lora.file_key(n): p.detach().cpu() for n, p in parameters.items()}
 
 
 def test_zero_weights_count_and_change_only_by_decay(world, model, tmp_path):
@@ -236,15 +236,15 @@ def test_centre_uses_the_noise_of_the_recorded_seed(round0, world):
     reader = Dataset.open(round0.rollout).reader()
     model = world.model()
     key = reader.keys()[0]
-    t, meta = reader.tensors(key), reader.meta(key)
-    z = noise.step_noise(meta["seed"], 1, t["latents"].shape[1:])
+    t, meta = {n: v.to(model.device) for n, v in reader.tensors(key).items()}, reader.meta(key)
+    z = noise.step_noise(meta["seed"], 1, t["latents"].shape[1:]).to(model.device)
     from cast_engine.models.embeds import EmbedCache
 
     embeds = EmbedCache(world.embeds, model.info.encoder_sha256)
     condition = model.condition([embeds.get(key[:12])], model.geometry())
     with torch.no_grad():
         v = model.velocity(t["latents"][None, 0], t["sigmas"][1:2], condition, torch.tensor([3.0]))
-    mean, std = sde.apply(sde.step_coefficients("flow_sde", t["sigmas"], 1, 0.7), t["latents"][None, 0], v)
+    mean, std = sde.apply(sde.step_coefficients("flow_sde", t["sigmas"].cpu(), 1, 0.7), t["latents"][None, 0], v)
     assert float((mean[0] + std * z - t["latents"][1]).abs().max()) < 1e-5
 
 
