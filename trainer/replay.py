@@ -78,7 +78,8 @@ class Replayer:
         center = None
         if self.config.ratio_center:
             old = self.old_mean(placed, j, now.std)
-            center = sde.position_center(self.dynamics, now.mean.detach(), old, now.std)[:, None]
+            rounding = sde.rounding_variance(placed.latents[:, j + 1])
+            center = sde.position_center(self.dynamics, now.mean.detach(), old, now.std, rounding)[:, None]
         loss = policy_loss(
             now.log_prob[:, None],
             placed.logp_old[:, j, None],
