@@ -59,6 +59,7 @@ def prepare(args: argparse.Namespace) -> torch.device:
     torch.backends.cudnn.benchmark = True
     device = torch.device(args.device)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
         log(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
     return device

@@ -41,7 +41,8 @@ def decoder_layer(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor)
     q, k = _rotate(q.transpose(1, 2), cos, sin), _rotate(k.transpose(1, 2), cos, sin)
     groups = q.shape[1] // k.shape[1]
     v = v.transpose(1, 2)
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    if groups > 1:  # each key and value head serves several query heads
+        k, v = (t.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for t in (k, v))
     y = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask)
     x = x + a.o_proj(y.transpose(1, 2).flatten(2))
     mlp = layer.mlp

@@ -163,7 +163,8 @@ class Step:
     ) -> None:
         self.args, self.core, self.table, self.data, self.optimiser = args, core, table, data, optimiser
         self.layers = default_layers(len(core.model.model.language_model.layers))
-        self.counted = torch.tensor([k != NEUTRAL for k in SLOTS], device=data.images.device)
+        # places, not a mask: indexing by a mask waits for the device, which a CUDA graph cannot
+        self.counted = torch.tensor([i for i, k in enumerate(SLOTS) if k != NEUTRAL], device=data.images.device)
 
     def __call__(self) -> Tensor:
         """Update once; return answer loss, answer accuracy, pointing loss and attention loss."""
