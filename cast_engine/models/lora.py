@@ -174,10 +174,16 @@ def remove_lora(transformer: nn.Module) -> None:
         cast("Any", transformer).unload_lora()
 
 
+def _active_layers(transformer: nn.Module) -> list[Any]:
+    """Return the layers that add an adapter's output at the moment."""
+    layers = [m for m in transformer.modules() if NAME in getattr(m, "lora_A", {})]
+    return [layer for layer in layers if not cast("Any", layer).disable_adapters]
+
+
 @contextmanager
 def lora_disabled(transformer: nn.Module) -> Iterator[None]:
     """Run the base model for the length of a ``with`` block."""
-    if not has_lora(transformer):
+    if not _active_layers(transformer):
         yield
         return
     model = cast("Any", transformer)
@@ -186,6 +192,30 @@ def lora_disabled(transformer: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.enable_adapters()
+
+
+@contextmanager
+def merged(transformer: nn.Module | None) -> Iterator[None]:
+    """Add the adapter to float32 weights for the length of a ``with`` block, without gradients.
+
+    A small model on a CPU is a third faster without the adapter's own matrix products, and the change is one more
+    float32 rounding. Weights of another dtype could not hold the sum, so they are left as they are. Afterwards the
+    weights are the old tensors again, not a difference.
+    """
+    layers = [] if transformer is None else _active_layers(transformer)
+    plain = [layer.base_layer.weight for layer in layers]
+    if transformer is None or not plain or any(w.dtype != torch.float32 for w in plain):
+        yield
+        return
+    before = [w.data for w in plain]
+    with torch.no_grad(), lora_disabled(transformer):
+        try:
+            for layer, weight in zip(layers, plain, strict=True):
+                weight.data = weight.data + layer.get_delta_weight(NAME)
+            yield
+        finally:
+            for weight, data in zip(plain, before, strict=True):
+                weight.data = data
 
 
 def save_lora(transformer: nn.Module, file: Path, values: Mapping[str, Tensor] | None = None) -> str:

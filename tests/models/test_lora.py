@@ -266,6 +266,38 @@ def test_switching_adapters_and_back_to_the_base(folder, trained, embeds, tmp_pa
         lora.adapter_sha256(tmp_path / "missing")
 
 
+def test_merged_weights_say_the_same_and_leave_no_trace(trained, embeds):
+    geometry = trained.geometry()
+    condition = trained.condition(embeds[:1], geometry)
+    x, one = trained.initial_noise(0, geometry)[None], torch.ones(1)
+    before = {n: p.detach().clone() for n, p in trained.transformer.named_parameters()}
+    with torch.no_grad():
+        plain = trained.velocity(x, one, condition, one)
+        with lora.merged(trained.transformer):
+            inside = trained.velocity(x, one, condition, one)
+            assert any(not torch.equal(p, before[n]) for n, p in trained.transformer.named_parameters())
+        with lora.lora_disabled(trained.transformer):
+            base = trained.velocity(x, one, condition, one)
+        assert 0 < (inside - plain).abs().max() < 1e-5 < (base - plain).abs().max()
+        with pytest.raises(KeyboardInterrupt), lora.merged(trained.transformer):
+            raise KeyboardInterrupt
+        assert torch.equal(trained.velocity(x, one, condition, one), plain)
+    after = dict(trained.transformer.named_parameters())
+    assert all(torch.equal(after[n], p) for n, p in before.items())
+    assert {n for n, p in after.items() if p.requires_grad} == lora.lora_parameters(trained.transformer).keys()
+
+
+def test_bfloat16_weights_are_never_merged(folder):
+    model = fresh(folder, dtype="bfloat16")
+    add(model)
+    train(model)
+    before = {n: p.detach().clone() for n, p in model.transformer.named_parameters()}
+    with lora.merged(model.transformer):
+        assert all(torch.equal(p, before[n]) for n, p in model.transformer.named_parameters())
+    with lora.merged(None):  # nothing loaded, nothing to do
+        pass
+
+
 def test_checkpointed_gradients_are_the_plain_ones(trained, embeds):
     """G25: frozen inputs must not detach a checkpointed block."""
     geometry = trained.geometry()
