@@ -9,11 +9,31 @@ from typing import Any
 
 import numpy as np
 
+from cast_engine.run.layout import RunLayout
+from schemas.job import JobConfig
 from schemas.records import EvaluateMeta
 
+BEFORE, DOUBLE = "base", "base-double-steps"
+"""Names of the evaluations of the untrained model."""
 SKILLS = ("object", "attribute", "count", "relation", "atoms", "all_right")
 COUNTERS = ("over_count", "under_count")
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+Scores = Mapping[str, Mapping[str, float | int]]
+"""Mean, standard error (``se``) and number of prompts (``n``) by skill."""
+
+
+def final_name(job: JobConfig) -> str:
+    """Return the name of the evaluation after the last round."""
+    return f"round-{job.rounds:04d}"
+
+
+def evaluations(layout: RunLayout) -> list[str]:
+    """Return the names of the sealed evaluations of a run: base first, then by round."""
+    folder = layout.root / "evaluate"
+    names = sorted(p.name for p in folder.iterdir() if (p / "sealed.json").exists()) if folder.exists() else []
+    return [n for n in (BEFORE, DOUBLE) if n in names] + [n for n in names if n.startswith("round-")]
 
 
 @dataclass(frozen=True)

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
 from cast_engine.errors import DatasetError
 from cast_engine.run.console import read_timings
 from cast_engine.run.layout import RunLayout
-from cast_engine.run.summary import PromptScores, aggregate, count_warning, paired, score_prompts, table
+from cast_engine.run.summary import (
+    BEFORE,
+    DOUBLE,
+    SKILLS,
+    PromptScores,
+    aggregate,
+    count_warning,
+    evaluations,
+    final_name,
+    paired,
+    score_prompts,
+    table,
+)
 from cast_engine.store.atomic import write_file
 from cast_engine.store.dataset import Dataset
 from schemas.job import JobConfig, config_hash
 from schemas.records import SCHEMA_VERSION, EvaluateMeta
-
-BEFORE, DOUBLE = "base", "base-double-steps"
-
-
-def final_name(job: JobConfig) -> str:
-    """Return the name of the evaluation after the last round."""
-    return f"round-{job.rounds:04d}"
 
 
 def is_current(layout: RunLayout) -> bool:
@@ -49,13 +55,6 @@ def read(path: Path) -> dict[str, Any]:
             f"cannot be read ({error})", where=str(path), do="delete it and run the job again"
         ) from error
     return body
-
-
-def evaluations(layout: RunLayout) -> list[str]:
-    """Return the names of the sealed evaluations of a run: base first, then by round."""
-    folder = layout.root / "evaluate"
-    names = sorted(p.name for p in folder.iterdir() if (p / "sealed.json").exists()) if folder.exists() else []
-    return [n for n in (BEFORE, DOUBLE) if n in names] + [n for n in names if n.startswith("round-")]
 
 
 def load_scores(layout: RunLayout, name: str) -> dict[str, PromptScores]:
@@ -87,10 +86,11 @@ def write(layout: RunLayout, job: JobConfig) -> dict[str, Any]:
         "during": {name: aggregate(s) for name, s in scores.items() if name.startswith("round-")},
         "warning": count_warning(difference),
         "images": job.rounds * per_round,
-        "updates": last["updates"],
+        "updates": last["update"],
         "seconds": read_timings(layout.timings),
         "hashes": {
             "config": run["config_hash"],
+            "arm": _arm(job),
             "adapter": last["adapter_sha256"],
             "evaluations": {name: _seal(layout.evaluate(name)) for name in scores},
         },
@@ -107,6 +107,77 @@ def summary_table(summary: dict[str, Any]) -> Any:
         rows["before, twice the steps"] = summary["base_double_steps"]
     rows |= {"after": summary["after"], "after - before": summary["difference"]}
     return table(rows, difference="after - before")
+
+
+COMPARED = (
+    ("before", "before", ""),
+    ("before, twice the steps", "base_double_steps", ""),
+    ("after", "after", ""),
+    ("after - before", "difference", "+"),
+)
+"""Rows of a run in :func:`comparison_table`: label, key of the summary, sign of the numbers."""
+
+
+def comparison_table(summaries: dict[str, dict[str, Any]]) -> Any:
+    """Return a rich table of runs side by side, with the mean and spread of those that differ by their seed alone.
+
+    Args:
+        summaries: content of each run's ``summary.json`` by the run's name, in the order shown.
+
+    Returns:
+        Per run and skill the mean in percent ± the standard error over prompts; then, for jobs that were run more than
+        once and differ in seed and name alone, the mean over runs ± the sample standard deviation over them.
+    """
+    from rich.table import Table
+
+    out = Table(title="held-out prompts, % right; one run: ± standard error over prompts; mean: ± SD over runs")
+    for column in ("run", ""):
+        out.add_column(column)
+    for skill in SKILLS:
+        out.add_column(skill.replace("_", " "), justify="right")
+    arms: dict[str, list[dict[str, Any]]] = {}
+    for name, summary in summaries.items():
+        arms.setdefault(summary["hashes"]["arm"], []).append(summary)
+        _add_run(out, f"{name} ({summary['credit']}, seed {summary['seed']})", [summary])
+    for runs in arms.values():
+        if len(runs) > 1:
+            seeds = ", ".join(str(r["seed"]) for r in runs)
+            _add_run(out, f"mean of {len(runs)} ({runs[0]['credit']}, seeds {seeds})", runs)
+    return out
+
+
+def _add_run(out: Any, head: str, runs: list[dict[str, Any]]) -> None:
+    """Add the rows of one run, or of the mean over several."""
+    for label, key, sign in COMPARED:
+        scores = [r[key] for r in runs if r.get(key)]
+        if len(scores) < len(runs):
+            continue
+        cells = [_cell(_over_runs([s[skill] for s in scores]), sign) for skill in SKILLS]
+        out.add_row(head, label, *cells, end_section=key == COMPARED[-1][1])
+        head = ""
+
+
+def _over_runs(cells: list[dict[str, Any]]) -> tuple[float | None, float | None]:
+    """Return the mean over runs and its spread: the sample standard deviation, or one run's own standard error."""
+    if len(cells) == 1:
+        return cells[0]["mean"], cells[0]["se"]
+    means = [c["mean"] for c in cells if c["mean"] is not None]
+    return (
+        statistics.mean(means) if means else None,
+        statistics.stdev(means) if len(means) > 1 else None,
+    )
+
+
+def _cell(value: tuple[float | None, float | None], sign: str) -> str:
+    mean, spread = value
+    if mean is None:
+        return "–"
+    return f"{100 * mean:{sign}.1f}" + (f" ± {100 * spread:.1f}" if spread is not None else "")
+
+
+def _arm(job: JobConfig) -> str:
+    """Return the hash of all that decides the numbers but seed and name."""
+    return config_hash({k: v for k, v in job.semantic().items() if k not in {"seed", "name"}})
 
 
 def _seal(path: Path) -> str:

@@ -1,0 +1,69 @@
+"""Runs side by side."""
+
+import statistics
+
+import pytest
+from rich.console import Console
+
+from cast_engine.run.summary import COUNTERS, SKILLS
+from cast_engine.stages.summarise import comparison_table
+
+
+def scores(mean, se=0.01):
+    return {skill: {"mean": mean, "se": se, "n": 9} for skill in (*SKILLS, *COUNTERS)}
+
+
+def summary(seed, before, after, arm="a", credit="cast", double=0.65):
+    return {
+        "seed": seed,
+        "credit": credit,
+        "hashes": {"arm": arm},
+        "before": scores(before),
+        "after": scores(after),
+        "difference": scores(after - before, 0.004),
+        "base_double_steps": scores(double) if double is not None else None,
+    }
+
+
+def lines(summaries) -> list[str]:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(comparison_table(summaries))
+    return console.export_text().splitlines()
+
+
+def row(text, label, after=0):
+    """Cells of the first line with this label at or after a line."""
+    found = next(line for line in text[after:] if f"│ {label} " in line)
+    return [cell.strip() for cell in found.strip("│").split("│")]
+
+
+def test_a_run_shows_its_own_standard_errors():
+    text = lines({"one": summary(0, 0.64, 0.68)})
+    assert row(text, "before")[:3] == ["one (cast, seed 0)", "before", "64.0 ± 1.0"]
+    assert row(text, "after")[2:] == ["68.0 ± 1.0"] * len(SKILLS)
+    assert row(text, "after - before")[2] == "+4.0 ± 0.4"
+    assert row(text, "before, twice the steps")[2] == "65.0 ± 1.0"
+    assert not any("mean of" in line for line in text)
+
+
+def test_seeds_of_one_job_get_a_mean_with_their_sample_standard_deviation():
+    gains = [0.04, 0.05, 0.09]
+    runs = {f"s{i}": summary(i, 0.6, 0.6 + g) for i, g in enumerate(gains)}
+    text = lines(runs | {"other": summary(0, 0.6, 0.9, arm="b", credit="scalar")})
+    at = next(i for i, line in enumerate(text) if "mean of 3 (cast, seeds 0, 1, 2)" in line)
+    expected = f"+{100 * statistics.mean(gains):.1f} ± {100 * statistics.stdev(gains):.1f}"
+    assert row(text, "after - before", at)[2] == expected == "+6.0 ± 2.6"
+    assert row(text, "before", at)[2] == "60.0 ± 0.0"
+    assert sum("mean of" in line for line in text) == 1
+
+
+@pytest.mark.parametrize("double", [0.65, None])
+def test_missing_numbers_and_missing_evaluations_are_no_error(double):
+    bare = summary(0, 0.6, 0.7, double=double)
+    bare["before"]["relation"] = {"mean": None, "se": None, "n": 0}
+    bare["after"]["relation"] = {"mean": 0.5, "se": None, "n": 1}
+    text = lines({"a": bare, "b": bare | {"seed": 1}})
+    place = 2 + SKILLS.index("relation")
+    assert row(text, "before")[place] == "–"
+    assert row(text, "after")[place] == "50.0"
+    assert any("twice the steps" in line for line in text) == (double is not None)
