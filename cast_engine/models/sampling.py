@@ -77,9 +77,9 @@ def sample(
 ) -> Trajectory:
     """Draw one image per (embed, seed): SDE steps inside the window, ODE steps outside.
 
-    Every number of an image follows from its embed, its seed and the settings; its neighbours in the batch change float
-    rounding only. Latents are float32 throughout. Inside the window they are rounded through ``latent_dtype`` *before*
-    the walk goes on and before the log-prob is taken, so that training sees the very numbers that were used.
+    An image follows from its embed, its seed and the settings; its neighbours in the batch change float rounding only.
+    Latents are float32. In the window they are rounded through ``latent_dtype`` before the walk goes on and before the
+    log-prob is taken: training sees the very numbers that were used.
 
     Args:
         model: With the denoiser loaded.
@@ -91,14 +91,13 @@ def sample(
         window: Contiguous step indices as :func:`sde.window_steps` gives them; empty for evaluation.
         dynamics: The SDE inside the window.
         noise_level: Its ``a``.
-        latent_dtype: Storage dtype of the latents.
+        latent_dtype: Storage dtype.
 
     Raises:
         UserError: The window is not contiguous or not inside ``0 .. N - 2``: the last step has no noise left.
     """
     _check_window(window, len(sigmas) - 1)
-    kept: list[Tensor] = []
-    log_probs: list[Tensor] = []
+    kept, log_probs = list[Tensor](), list[Tensor]()
     condition = model.condition(embeds, geometry)
     scale = _per_image(guidance, len(seeds)).to(model.device)
     x = torch.stack([model.initial_noise(seed, geometry) for seed in seeds]).to(model.device)
