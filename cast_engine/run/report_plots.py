@@ -18,7 +18,7 @@ SERIES = ("#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05")
 """Stand for the page's ``--s1`` ... ``--s5``."""
 MARKERS, DASHES = "osD^v", ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 SIZE = (4.3, 2.5)  # inches
-BOX, BOX_UNDER_LEGEND = (0.115, 0.165, 0.87, 0.8), (0.115, 0.165, 0.87, 0.71)
+BOX, BOX_UNDER_LEGEND = (0.13, 0.165, 0.855, 0.8), (0.13, 0.165, 0.855, 0.71)
 CLOSE = 50.0
 """Ratio of the largest to the smallest value below which a logarithmic axis gets more labels."""
 DOTS = 40

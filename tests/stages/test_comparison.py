@@ -6,7 +6,9 @@ import pytest
 from rich.console import Console
 
 from cast_engine.run.summary import COUNTERS, SKILLS
+from cast_engine.stages import summarise
 from cast_engine.stages.summarise import comparison_table
+from tests.stages.report_fakes import make_run, small_job
 
 
 def scores(mean, se=0.01):
@@ -67,3 +69,17 @@ def test_missing_numbers_and_missing_evaluations_are_no_error(double):
     assert row(text, "before")[place] == "–"
     assert row(text, "after")[place] == "50.0"
     assert any("twice the steps" in line for line in text) == (double is not None)
+
+
+def test_summaries_of_two_seeds_belong_together_and_other_settings_do_not(tmp_path):
+    jobs = {
+        "a": small_job(rounds=1, name="a", seed=1),
+        "b": small_job(rounds=1, name="b", seed=2),
+        "c": small_job(rounds=1, train={"updates_per_round": 2, "learning_rate": 1e-3}),
+    }
+    found = {name: summarise.write(*make_run(tmp_path / name, job)) for name, job in jobs.items()}
+    assert found["a"]["updates"] == 2
+    read = {name: summarise.read(tmp_path / name / "summary.json") for name in jobs}
+    text = lines(read)
+    assert sum("mean of 2" in line for line in text) == 1
+    assert sum("seed " in line for line in text) == 3
