@@ -295,7 +295,7 @@ def _judge_config(tok: Any) -> Any:
         video_token_id=ids("<|video_pad|>"),
         vision_start_token_id=ids("<|vision_start|>"),
         vision_end_token_id=ids("<|vision_end|>"),
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,  # as in the small Qwen3-VL models
     )
 
 
