@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cast_engine.errors import FailuresError, Interrupted
 from cast_engine.run.console import progress, say
 from cast_engine.run.pool import Worker, WorkerSpec, run_pool, set_threads
-from cast_engine.store.dataset import Dataset, ShardPlan
+from cast_engine.store import Dataset, ShardPlan
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cast_engine.errors import CastError, FailuresError
-from cast_engine.store.dataset import Dataset, ShardPlan
-from cast_engine.store.shard import Sample
+from cast_engine.store import Dataset, Sample, ShardPlan
 
 MAX_ATTEMPTS = 3
 

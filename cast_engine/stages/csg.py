@@ -8,9 +8,7 @@ from pathlib import Path
 from cast_engine.errors import UserError
 from cast_engine.graphs.grammar import parse
 from cast_engine.run.pool import WorkerSpec
-from cast_engine.store.dataset import Dataset, ShardPlan
-from cast_engine.store.reader import Reader
-from cast_engine.store.shard import Sample
+from cast_engine.store import Dataset, Reader, Sample, ShardPlan
 from schemas.graph import Atom, Prompt, SceneGraph
 from schemas.records import Status
 

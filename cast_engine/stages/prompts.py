@@ -9,8 +9,7 @@ from pathlib import Path
 
 from cast_engine.errors import UserError
 from cast_engine.run.pool import WorkerSpec
-from cast_engine.store.dataset import Dataset, ShardPlan
-from cast_engine.store.shard import Sample
+from cast_engine.store import Dataset, Sample, ShardPlan
 from schemas.graph import Prompt
 
 SHARD_PROMPTS = 512

@@ -104,14 +104,14 @@ def summary_table(summary: dict[str, Any]) -> Any:
     """Return the table that people see at the end of a run."""
     rows = {"before": summary["before"]}
     if summary["base_double_steps"]:
-        rows["before, twice the steps"] = summary["base_double_steps"]
+        rows["before, 2x steps"] = summary["base_double_steps"]
     rows |= {"after": summary["after"], "after - before": summary["difference"]}
     return table(rows, difference="after - before")
 
 
 COMPARED = (
     ("before", "before", ""),
-    ("before, twice the steps", "base_double_steps", ""),
+    ("before, 2x steps", "base_double_steps", ""),
     ("after", "after", ""),
     ("after - before", "difference", "+"),
 )

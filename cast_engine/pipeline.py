@@ -1,0 +1,290 @@
+"""The whole story: prompts, graphs, embeds, then rounds of rollout, score, advantages and training between evaluations.
+
+Every step is a stage that can be run alone (``cast-engine rollout ...``); this file only says what follows what. It
+leaves out how a stage is carried out (``cast_engine.run``), what it computes (``cast_engine.stages``) and how an update
+is made (``trainer``).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cast_engine.errors import UserError
+from cast_engine.run.console import record_timing, say
+from cast_engine.run.layout import RunLayout
+from cast_engine.run.runfile import open_run
+from cast_engine.store import Dataset
+from schemas.graph import Prompt, SceneGraph
+from schemas.job import JobConfig
+
+if TYPE_CHECKING:
+    from cast_engine.judges.base import Judge
+    from cast_engine.models.session import ImageSession
+    from cast_engine.run.executor import Outcome
+    from cast_engine.run.pool import Worker, WorkerSpec
+
+
+class Pipeline:
+    """A job in its run folder. Models are loaded when a stage first needs them and stay loaded."""
+
+    def __init__(self, job: JobConfig, root: Path) -> None:
+        self.job = job
+        self.layout = RunLayout(root)
+        open_run(self.layout.run_file, job)
+
+    # ---- what is loaded once
+
+    @cached_property
+    def session(self) -> ImageSession:
+        """The image model."""
+        from cast_engine.models.session import ImageSession, SessionSpec
+
+        return ImageSession(SessionSpec(self.job.model, self.layout.embeds))
+
+    @cached_property
+    def judge(self) -> Judge:
+        """The judge that gives the reward."""
+        from cast_engine.judges.load import load_judge
+
+        return load_judge(self.job.score)
+
+    @cached_property
+    def evaluation_judge(self) -> Judge:
+        """The judge that reports the gain; never the one that gave the reward."""
+        from cast_engine.judges.load import load_judge
+        from cast_engine.stages.evaluate import judge_config
+
+        return load_judge(judge_config(self.job.evaluate))
+
+    def graphs(self, split: str) -> dict[str, SceneGraph]:
+        """Return the scene graphs of a split by prompt id."""
+        from cast_engine.stages import csg
+
+        if split not in self._graphs:
+            self._graphs[split] = csg.load(Dataset.open(self.layout.graphs(split)))
+        return self._graphs[split]
+
+    @cached_property
+    def _graphs(self) -> dict[str, dict[str, SceneGraph]]:
+        return {}
+
+    # ---- before the rounds
+
+    def prompts(self) -> None:
+        """Write the prompts of both splits down; refuse held-out prompts that are trained on."""
+        from cast_engine.stages import prompts as stage
+
+        config = self.job.prompts
+        train = stage.read_prompts(config.train, config.train_count)
+        held_out = stage.read_prompts(config.evaluate, config.evaluate_count)
+        stage.check_disjoint(train, held_out)
+        for split, source, found in (("train", config.train, train), ("evaluate", config.evaluate, held_out)):
+            dataset, spec = stage.plan(self.layout.prompts(split), source, found)
+            self._carry_out("prompts", dataset, spec, unit="prompts", label=f"prompts {split}")
+
+    def csg(self) -> None:
+        """Decompose every prompt into its causal scene graph."""
+        from cast_engine.stages import csg as stage
+
+        for split in ("train", "evaluate"):
+            dataset, spec = stage.plan(self.layout.graphs(split), Dataset.open(self.layout.prompts(split)))
+            bad = self.job.score.max_bad_frac
+            self._carry_out("csg", dataset, spec, unit="graphs", label=f"csg {split}", max_bad_frac=bad)
+
+    def embed(self) -> None:
+        """Encode every prompt of the plan, so that the text encoder never has to come back."""
+        graphs = [g for split in ("train", "evaluate") for g in self.graphs(split).values()]
+        started = time.monotonic()
+        count = self.session.encode([Prompt(prompt_id=g.prompt_id, text=g.prompt) for g in graphs])
+        if count:
+            seconds = time.monotonic() - started
+            record_timing(self.layout.timings, stage="embed", round_=None, seconds=seconds, samples=count)
+            say(f"embed: {count} prompts in {seconds:.1f} s")
+
+    # ---- one round
+
+    def rollout(self, round_: int) -> None:
+        """Draw the images of a round with the adapter that the round before saved."""
+        from cast_engine.stages import rollout as stage
+
+        path = self.layout.round(round_, "rollout")
+        graphs = Dataset.open(self.layout.graphs("train"))
+        dataset, spec, worker = stage.plan(
+            path, self.job, graphs, self.graphs("train"), self.session, round_=round_, adapter=self.adapter(round_)
+        )
+        config = self.job.rollout
+        self._carry_out("rollout", dataset, spec, worker=worker, workers=config.workers, round_=round_)
+
+    def describe_rollout(self) -> str:
+        """Return the plan of the rollouts and the noise of every step, without drawing anything."""
+        from cast_engine.stages import rollout as stage
+
+        return stage.describe(self.job, self.session, len(self.graphs("train")))
+
+    def score(self, round_: int) -> None:
+        """Let the judge answer the questions of a round."""
+        from cast_engine.stages import score as stage
+
+        rollout = Dataset.open(self.layout.round(round_, "rollout"))
+        dataset, spec, worker = stage.plan(
+            self.layout.round(round_, "score"), self.job.score, rollout, self.graphs("train"), self.judge
+        )
+        config = self.job.score
+        self._carry_out(
+            "score",
+            dataset,
+            spec,
+            worker=worker,
+            workers=config.workers,
+            round_=round_,
+            max_bad_frac=config.max_bad_frac,
+        )
+
+    def build_advantages(self, round_: int) -> None:
+        """Turn the scores and maps of a round into signed weights."""
+        from cast_engine.stages import build_advantages as stage
+
+        rollout = Dataset.open(self.layout.round(round_, "rollout"))
+        score = Dataset.open(self.layout.round(round_, "score"))
+        path = self.layout.round(round_, "advantages")
+        grid = (self.session.geometry.grid_h, self.session.geometry.grid_w)
+        dataset, spec, worker = stage.plan(path, self.job, rollout, score, self.graphs("train"), grid)
+        bad = self.job.score.max_bad_frac
+        self._carry_out("advantages", dataset, spec, worker=worker, round_=round_, max_bad_frac=bad)
+
+    def train(self, round_: int) -> None:
+        """Make the updates of a round and save its checkpoint."""
+        from trainer.loop import train_round
+
+        started = time.monotonic()
+        images = self.job.rollout.prompts_per_round * self.job.rollout.group_size
+        done = train_round(
+            self.job,
+            rollout=self.layout.round(round_, "rollout"),
+            advantages=self.layout.round(round_, "advantages"),
+            embeds=self.layout.embeds,
+            out=self.layout.round(round_, "train"),
+            start=self.layout.round(round_ - 1, "train") if round_ else None,
+            round_=round_,
+            model=self.session.model,
+        )
+        if done.seconds:
+            seconds = time.monotonic() - started
+            record_timing(self.layout.timings, stage="train", round_=round_, seconds=seconds, samples=images)
+
+    def adapter(self, round_: int) -> Path | None:
+        """Return the adapter that draws a round: None for the first, else what the round before saved.
+
+        Raises:
+            UserError: the round before is not finished.
+        """
+        if round_ == 0:
+            return None
+        path = self.layout.round(round_ - 1, "train") / "adapter.safetensors"
+        if not path.exists():
+            raise UserError("no adapter", where=str(path), expected=f"round {round_ - 1} trained", do="train it first")
+        return path
+
+    # ---- measuring
+
+    def evaluate(self, name: str, *, num_steps: int | None = None, adapter: Path | None = None) -> None:
+        """Draw the held-out prompts and let the evaluation judge look at them."""
+        from cast_engine.stages import evaluate as stage
+
+        graphs = Dataset.open(self.layout.graphs("evaluate"))
+        dataset, spec, worker = stage.plan(
+            self.layout.evaluate(name),
+            self.job,
+            graphs,
+            self.graphs("evaluate"),
+            self.session,
+            self.evaluation_judge,
+            num_steps=num_steps or self.num_steps,
+            adapter=adapter,
+        )
+        config = self.job.evaluate
+        self._carry_out("evaluate", dataset, spec, worker=worker, workers=config.workers, label=f"evaluate {name}")
+
+    @property
+    def num_steps(self) -> int:
+        """Denoising steps of rollouts and evaluations."""
+        return self.job.rollout.num_steps or self.session.model.info.defaults.num_steps
+
+    # ---- plumbing
+
+    def _carry_out(
+        self,
+        stage: str,
+        dataset: Dataset,
+        spec: WorkerSpec,
+        *,
+        label: str = "",
+        unit: str = "images",
+        worker: Worker | None = None,
+        workers: int = 1,
+        round_: int | None = None,
+        max_bad_frac: float = 0.0,
+    ) -> None:
+        from cast_engine.run.executor import carry_out
+
+        label = label or (stage if round_ is None else f"round {round_} {stage}")
+        outcome: Outcome = carry_out(
+            dataset, spec, label=label, unit=unit, workers=workers, worker=worker, max_bad_frac=max_bad_frac
+        )
+        if outcome.samples:
+            record_timing(
+                self.layout.timings, stage=stage, round_=round_, seconds=outcome.seconds, samples=outcome.samples
+            )
+
+
+def run_job(job: JobConfig, root: Path) -> Path:
+    """Carry out a whole job, or go on where it was stopped; return the path of its summary.
+
+    Args:
+        job: the job.
+        root: the run folder.
+    """
+    from cast_engine.stages import report, summarise
+
+    pipeline = Pipeline(job, root)
+    if summarise.is_current(pipeline.layout):
+        say(f"{root}: finished before, nothing to do")
+        return pipeline.layout.summary
+    pipeline.prompts()
+    pipeline.csg()
+    pipeline.embed()
+    pipeline.evaluate("base")
+    if job.evaluate.double_steps:
+        pipeline.evaluate("base-double-steps", num_steps=2 * pipeline.num_steps)
+    for round_ in range(job.rounds):
+        _stage_or_other_python(pipeline, "rollout", round_, job.rollout.python)
+        _stage_or_other_python(pipeline, "score", round_, job.score.python)
+        _stage_or_other_python(pipeline, "build-advantages", round_, job.advantages.python)
+        _stage_or_other_python(pipeline, "train", round_, job.train.python)
+        if _evaluated_after(job, round_):
+            pipeline.evaluate(f"round-{round_ + 1:04d}", adapter=pipeline.adapter(round_ + 1))
+    summarise.write(pipeline.layout, job)
+    report.write(pipeline.layout, job)
+    return pipeline.layout.summary
+
+
+def _evaluated_after(job: JobConfig, round_: int) -> bool:
+    every = job.evaluate.every
+    return round_ + 1 == job.rounds or (every is not None and (round_ + 1) % every == 0)
+
+
+def _stage_or_other_python(pipeline: Pipeline, stage: str, round_: int, python: str | None) -> None:
+    """Run a stage here, or by the interpreter that the job names for it: stages meet on disk, so either will do."""
+    if python is None:
+        getattr(pipeline, stage.replace("-", "_"))(round_)
+        return
+    command = [python, "-m", "cast_engine", stage, "--run", str(pipeline.layout.root), "--round", str(round_)]
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        say(f"{stage} by {python} ended with exit code {code}")
+        sys.exit(code)

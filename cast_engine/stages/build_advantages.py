@@ -1,0 +1,147 @@
+"""Stage `build-advantages`: from atom scores and attention maps to one signed weight per latent position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cast_engine.numerics.advantages import gate
+from cast_engine.numerics.credit import GroupCredit, signed_weight
+from cast_engine.numerics.maps import Prepared, prepare
+from cast_engine.run.pool import WorkerSpec
+from cast_engine.store import Dataset, Reader, Sample, ShardPlan, encode_json, encode_tensors
+from schemas.graph import SceneGraph
+from schemas.job import AdvantageConfig, JobConfig
+from schemas.records import AdvantageMeta, Status, split_key
+
+
+@dataclass
+class AdvantageWorker:
+    """Weighs the images of whole groups; needs no model."""
+
+    rollout: Path
+    score: Path
+    graphs: dict[str, SceneGraph]
+    config: AdvantageConfig
+    seed: int
+    grid: tuple[int, int]
+    _reader: Reader | None = field(default=None, repr=False)
+
+    def run(self, shard: ShardPlan) -> list[Sample]:
+        """Return the signed weights of the shard's groups; images without scores are `skipped_parent`."""
+        reader = self._reader = self._reader or Dataset.open(self.score).reader()
+        scored = set(reader.keys())
+        out: dict[str, Sample] = {}
+        for prompt_id in dict.fromkeys(split_key(k).prompt_id for k in shard.keys):
+            keys = [k for k in shard.keys if k.startswith(prompt_id) and k in scored]
+            out |= self._group(self.graphs[prompt_id], keys, reader)
+        return [out.get(key) or _skipped(key) for key in shard.keys]
+
+    def _group(self, graph: SceneGraph, keys: Sequence[str], reader: Reader) -> dict[str, Sample]:
+        if not keys:
+            return {}
+        tensors = [reader.tensors(k) for k in keys]
+        scores = torch.stack([t["scores"] for t in tensors]).double()
+        if self.config.dependency == "gate":
+            scores = _gated(scores, graph)
+        prepared = [self._maps(t) for t in tensors]
+        credit = signed_weight(
+            self.config.credit,
+            scores,
+            torch.stack([p.maps for p in prepared]),
+            positions=self.grid[0] * self.grid[1],
+            scale=self.config.scale,
+            min_atom_std=self.config.min_atom_std,
+            advantage_clip=self.config.advantage_clip,
+            weight_clip=self.config.weight_clip,
+            weights=torch.tensor([a.weight for a in graph.atoms], dtype=torch.float64),
+            kinds=[a.kind for a in graph.atoms],
+            seed=self.seed,
+            keys=keys,
+        )
+        rows = enumerate(zip(keys, scores, prepared, strict=True))
+        return {key: self._sample(graph, key, row, maps, credit, i) for i, (key, row, maps) in rows}
+
+    def _maps(self, tensors: dict[str, Tensor]) -> Prepared:
+        config = self.config
+        return prepare(
+            tensors["maps"],
+            self.grid,
+            neutral=tensors["neutral"] if config.neutral else None,
+            blurred=config.blur,
+            percentile_cap=config.percentile_cap,
+            map_max=config.map_max,
+            share=config.map_blend,
+        )
+
+    def _sample(
+        self, graph: SceneGraph, key: str, scores: Tensor, maps: Prepared, credit: GroupCredit, i: int
+    ) -> Sample:
+        meta = AdvantageMeta(
+            key=key,
+            prompt_id=graph.prompt_id,
+            credit=self.config.credit,
+            atom_ids=tuple(a.id for a in graph.atoms),
+            scale=credit.scale,
+            counters={**credit.counters, **maps.counters},
+        )
+        weight = credit.weight[i]
+        row = {
+            "prompt_id": graph.prompt_id,
+            "round": split_key(key).round,
+            "parent_key": key,
+            "reward": float(scores.nanmean()),
+            "weight_mean": float(weight.double().mean()),
+            "weight_std": float(weight.double().std(correction=0)),
+            "advantage": [float(a) for a in credit.advantage[i]],
+        }
+        data = encode_tensors({"weight": weight, "advantage": credit.advantage[i].float()})
+        return Sample(key, {"advantage.safetensors": data, "meta.json": encode_json(meta.model_dump())}, row)
+
+
+def _gated(scores: Tensor, graph: SceneGraph) -> Tensor:
+    place = {a.id: i for i, a in enumerate(graph.atoms)}
+    return gate(scores, [[place[p] for p in a.parents] for a in graph.atoms])
+
+
+def _skipped(key: str) -> Sample:
+    row = {"prompt_id": split_key(key).prompt_id, "round": split_key(key).round, "parent_key": key}
+    return Sample(key, {}, row | {"status": Status.SKIPPED_PARENT, "error_msg": "the image has no scores"})
+
+
+def plan(
+    path: Path, job: JobConfig, rollout: Dataset, score: Dataset, graphs: dict[str, SceneGraph], grid: tuple[int, int]
+) -> tuple[Dataset, WorkerSpec, AdvantageWorker]:
+    """Plan the weights of a rollout, shard for shard.
+
+    Args:
+        path: the dataset's folder.
+        job: the whole job.
+        rollout: sealed rollouts, whose latent positions are weighed.
+        score: sealed scores of them.
+        graphs: scene graphs by prompt id.
+        grid: rows and columns of latent positions.
+    """
+    config = job.advantages
+    dataset = Dataset.create(
+        path,
+        stage="advantages",
+        config={"advantages": config.semantic(), "seed": job.seed, "grid": list(grid)},
+        shards=[s.keys for s in score.plan],
+        parents=[score.as_parent(path), rollout.as_parent(path)],
+    )
+    needed = sorted({split_key(k).prompt_id for s in score.plan for k in s.keys})
+    kwargs: dict[str, Any] = {
+        "rollout": rollout.path,
+        "score": score.path,
+        "graphs": {p: graphs[p] for p in needed},
+        "config": config,
+        "seed": job.seed,
+        "grid": grid,
+    }
+    return dataset, WorkerSpec(AdvantageWorker, kwargs), AdvantageWorker(**kwargs)
