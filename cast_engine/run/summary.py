@@ -118,15 +118,17 @@ def table(rows: Mapping[str, Mapping[str, Mapping[str, float | int]]], differenc
         rows: aggregates by name, in the order shown.
         difference: name of the row that holds paired differences (shown with a sign), or None.
     """
+    from rich import box
     from rich.table import Table
 
-    out = Table(title="held-out prompts, % right ± standard error over prompts")
-    out.add_column("")
+    title = "held-out prompts, % right ± standard error over prompts"
+    out = Table(title=title, box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    out.add_column("", no_wrap=True)
     for skill in SKILLS:
-        out.add_column(skill.replace("_", " "), justify="right")
+        out.add_column(skill.replace("_", " "), justify="right", no_wrap=True)
     for name, scores in rows.items():
         sign = "+" if name == difference else ""
-        cells = [f"{100 * s['mean']:{sign}.1f} ± {100 * s['se']:.1f}" for s in (scores[k] for k in SKILLS)]
+        cells = [f"{100 * s['mean']:{sign}.1f}±{100 * s['se']:.1f}" for s in (scores[k] for k in SKILLS)]
         out.add_row(name, *cells)
     return out
 
