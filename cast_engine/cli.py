@@ -226,6 +226,14 @@ def status(folder: DatasetFolder) -> None:
         typer.echo(f"{dataset.path}: {dataset.status()}")
 
 
+@app.command()
+@handle_errors()
+def seal(folder: DatasetFolder) -> None:
+    """Verify a finished dataset once more and declare it whole."""
+    for dataset in _datasets(folder):
+        typer.echo(f"{dataset.path}: sealed as {dataset.seal()[:12]}")
+
+
 def _datasets(folder: Path) -> list[Dataset]:
     from cast_engine.store import Dataset
 

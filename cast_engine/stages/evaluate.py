@@ -82,7 +82,13 @@ def _sample(key: str, graph: SceneGraph, seed: int, image: Any, scores: AtomScor
         ),
         expected=tuple(a.expected for a in graph.atoms),
     )
-    row = {"prompt_id": graph.prompt_id, "round": 0, "seed": seed, "atom_kinds": list(kinds)}
+    row = {
+        "prompt_id": graph.prompt_id,
+        "round": 0,
+        "seed": seed,
+        "atom_kinds": list(kinds),
+        "counted": list(meta.counted),
+    }
     if not finite.any():
         return Sample(key, {}, row | {"status": Status.NONFINITE, "error_msg": "the judge gave no finite answer"})
     row |= {"atom_scores": [float(s) for s in scores.scores], "reward": float(np.nanmean(scores.scores))}

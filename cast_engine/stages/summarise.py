@@ -24,8 +24,8 @@ from cast_engine.run.summary import (
     score_prompts,
     table,
 )
+from cast_engine.store import Dataset
 from cast_engine.store.atomic import write_file
-from cast_engine.store.dataset import Dataset
 from schemas.job import JobConfig, config_hash
 from schemas.records import SCHEMA_VERSION, EvaluateMeta
 
