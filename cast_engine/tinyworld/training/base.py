@@ -1,16 +1,20 @@
-"""Train the tiny FLUX.2: text encoder and transformer together, then guidance distillation.
+"""Train the tiny FLUX.2: text encoder and transformer together, then guidance distillation, then step distillation.
 
     python -m cast_engine.tinyworld.training.base --out OUT --minutes 8
 
 Phase 1 is flow matching on noisy captions (`pictures.CaptionNoise`), one caption in ten left out. Phase 2 freezes the
 text encoder and teaches the transformer to give, in one pass and for every guidance g it is told, what the phase-1
-model gives in two: v_u + g (v_c - v_u). At g = 1 that is the phase-1 model. Needs OUT/vae (or --vae).
+model gives in two: v_u + g (v_c - v_u). At g = 1 that is the phase-1 model. Phase 3 teaches it to reach in one Euler
+step of the stock 10-step schedule the point that `SUBSTEPS` finer steps of the phase-2 model reach: ten steps then
+follow the path that forty took, so that what a reward repairs later is composition and not discretisation. Needs
+OUT/vae (or --vae).
 Writes OUT/flux2 (a stock pipeline folder, float16), OUT/base.json with the final table, OUT/samples.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,12 @@ from cast_engine.tinyworld.training.workers import Workers
 GUIDANCE = (1.0, 5.0)
 EMPTY = 0.1
 """Share of captions left out in phase 1."""
+SUBSTEPS = 4
+"""Steps of the phase-2 model that one step of phase 3 stands for."""
+GRID_SHARE = 0.7
+"""Share of phase-3 steps that begin on the stock 10-step schedule; the others begin anywhere."""
+PHASES = {"1": 0.5, "2": 0.25, "3": 0.25}
+"""Phases and their shares of the time."""
 UNIFORM = 0.3
 """Share of noise levels drawn uniformly; the others follow the density of the stock sampler's steps."""
 
@@ -36,8 +46,26 @@ UNIFORM = 0.3
 def draw_sigma(n: int, device: torch.device) -> Tensor:
     """Draw noise levels: dense where the shifted sampler steps, but none left out."""
     u = torch.rand(n, device=device)
-    shifted = flux.STOCK_SHIFT * u / (1 + (flux.STOCK_SHIFT - 1) * u)
-    return torch.where(torch.rand(n, device=device) < UNIFORM, torch.rand(n, device=device), shifted)
+    return torch.where(torch.rand(n, device=device) < UNIFORM, torch.rand(n, device=device), flux.shifted(u))
+
+
+def draw_step(n: int, device: torch.device) -> Tensor:
+    """Draw where steps of the stock schedule begin, as unshifted times u in (0, 1]."""
+    steps = build.NUM_INFERENCE_STEPS
+    grid = (1 + torch.randint(steps, (n,), device=device)) / steps
+    return torch.where(torch.rand(n, device=device) < GRID_SHARE, grid, 1 - torch.rand(n, device=device))
+
+
+def fine_velocity(teacher: flux.Velocity, x: Tensor, u: Tensor, embeds: Tensor, guidance: Tensor) -> Tensor:
+    """Return the mean velocity of `SUBSTEPS` Euler steps from x at time u [n] over one step of the stock schedule."""
+    last = (u - 1 / build.NUM_INFERENCE_STEPS).clamp(min=0)
+    times = [u + (last - u) * (i / SUBSTEPS) for i in range(SUBSTEPS + 1)]
+    sigmas = [flux.shifted(t) for t in times]
+    moved = torch.zeros_like(x)
+    for here, there in itertools.pairwise(sigmas):
+        v = teacher(x + moved, here, embeds, guidance).float()
+        moved = moved + (there - here)[:, None, None] * v
+    return moved / (sigmas[-1] - sigmas[0])[:, None, None]
 
 
 class Trainer:
@@ -68,7 +96,8 @@ class Trainer:
         self.latents = self._encode(torch.from_numpy(data["images"]))
         self.workers = workers
         self.texts = prompts.split("validation", 16 if args.smoke else args.prompts, 7)
-        self.figures: dict[str, Any] = {"caption_noise": noise_dict(self.noise), "pictures": args.pictures}
+        earlier = engine.read_json(args.out / "base.json") if args.init is not None else {}
+        self.figures: dict[str, Any] = {**earlier, "caption_noise": noise_dict(self.noise), "pictures": args.pictures}
 
     @torch.no_grad()
     def _encode(self, images: Tensor) -> Tensor:
@@ -81,9 +110,14 @@ class Trainer:
 
     def batch(self, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw x_t [n, 64, 32], sigma [n], caption index [n] and the target velocity."""
+        return self.noised(draw_sigma(n, self.device))
+
+    def noised(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Put noise of the levels sigma [n] on pictures drawn at random; returns what `batch` does."""
+        n = len(sigma)
         chosen = torch.randint(len(self.latents), (n,), device=self.device)
         which = torch.randint(self.captions.shape[1], (n,), device=self.device)
-        x0, sigma = self.latents[chosen], draw_sigma(n, self.device)
+        x0 = self.latents[chosen]
         noise = torch.randn_like(x0)
         s = sigma[:, None, None]
         return (1 - s) * x0 + s * noise, sigma, self.captions[chosen, which], noise - x0
@@ -161,6 +195,40 @@ class Trainer:
         self.velocity.load_state_dict(average.state_dict())
         self.finish("phase2")
 
+    def distil_steps(self, minutes: float) -> None:
+        """Phase 3: one step of the stock schedule that lands where `SUBSTEPS` finer ones do."""
+        args, device, n = self.args, self.device, self.args.batch
+        embeds = self.all_embeds()
+        teacher = engine.frozen_copy(self.velocity)
+        optimiser = engine.Optimiser([self.velocity], args.lr * 0.2)
+        average = optimiser.averages[0]
+        assert isinstance(average, flux.Velocity)
+        compile_models(args, teacher.transformer)
+        low, high = GUIDANCE
+
+        def step() -> Tensor:
+            u = draw_step(n, device)
+            x, sigma, caption, _ = self.noised(flux.shifted(u))
+            guidance = low + (high - low) * torch.rand(n, device=device)
+            with engine.autocast(device):
+                with torch.no_grad():
+                    target = fine_velocity(teacher, x, u, embeds[caption], guidance)
+                v = self.velocity(x, sigma, embeds[caption], guidance)
+            loss = (v.float() - target).pow(2).mean()
+            optimiser.step(loss)
+            value: Tensor = loss.detach().reshape(1)
+            return value
+
+        def report(steps: int, values: Tensor, used: float) -> None:
+            found = self.sampler(average, self.encoder).evaluate(self.texts, guidance=args.guidance)
+            log(f"base phase 3 {used:4.0%} step {steps}: loss {values[0]:.5f} | {flux.row(found)}")
+            self.save(average, self.encoder)
+
+        runner = engine.Runner(step, device, args.engine)
+        self.figures["phase3"] = engine.train(runner, optimiser, minutes, reports=5, report=report)
+        self.velocity.load_state_dict(average.state_dict())
+        self.finish("phase3")
+
     @torch.no_grad()
     def all_embeds(self) -> Tensor:
         """Embed every prompt of the world, the empty one last: [N+1, T, D] in the dtype that training runs in."""
@@ -227,7 +295,7 @@ def arguments() -> argparse.Namespace:
     engine.add_common_arguments(parser)
     parser.add_argument("--vae", type=Path, default=None, help="folder of the trained VAE (default: OUT/vae)")
     parser.add_argument("--init", type=Path, default=None, help="pipeline folder to go on from")
-    parser.add_argument("--phase1-share", type=float, default=0.6, help="share of the time for phase 1; 0 skips it")
+    parser.add_argument("--phases", default="".join(PHASES), help="which phases, such as 3 to go on from --init")
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--prompts", type=int, default=256, help="validation prompts of every evaluation")
@@ -249,10 +317,10 @@ def main() -> None:
     minutes = 8.0 if args.minutes is None else args.minutes
     with Workers(args.workers) as workers:
         trainer = Trainer(args, device, workers)
-        if args.phase1_share > 0:
-            trainer.match_captions(minutes * args.phase1_share)
-        if args.phase1_share < 1:
-            trainer.distil_guidance(minutes * (1 - args.phase1_share))
+        train = {"1": trainer.match_captions, "2": trainer.distil_guidance, "3": trainer.distil_steps}
+        chosen = {phase: share for phase, share in PHASES.items() if phase in args.phases}
+        for phase, share in chosen.items():
+            train[phase](minutes * share / sum(chosen.values()))
         sampler = flux.Sampler.load(args.out / "flux2", device, workers)
         figures = trainer.figures
         sheet = trainer.texts[: 8 if args.smoke else 64]

@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-
-def _load(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
+from cast_engine.tinyworld.training import engine
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
@@ -25,7 +22,7 @@ def _speed(name: str, figures: dict[str, Any]) -> str:
 
 def write_flux2(out: Path) -> None:
     """Write OUT/flux2/MODEL_CARD.md from OUT/vae.json and OUT/base.json."""
-    vae, base = _load(out / "vae.json"), _load(out / "base.json")
+    vae, base = engine.read_json(out / "vae.json"), engine.read_json(out / "base.json")
     lines = [
         "# tinyworld:flux2",
         "",
@@ -37,7 +34,7 @@ def write_flux2(out: Path) -> None:
         "",
         "Training:",
         _speed("VAE", vae),
-        *(_speed(name, base[name]) for name in ("phase1", "phase2") if name in base),
+        *(_speed(name, base[name]) for name in ("phase1", "phase2", "phase3") if name in base),
         "",
         f"VAE, held-out reconstructions judged by the exact verifier: {json.dumps(vae.get('held_out'))}",
         "",
@@ -53,7 +50,7 @@ def write_flux2(out: Path) -> None:
 
 def write_judge(out: Path) -> None:
     """Write OUT/judge/MODEL_CARD.md from OUT/judge.json."""
-    figures = _load(out / "judge.json")
+    figures = engine.read_json(out / "judge.json")
     lines = [
         "# tinyworld:judge",
         "",
@@ -67,6 +64,7 @@ def write_judge(out: Path) -> None:
         "cells that hold what was asked about. That gives the answer's attention row something to look for.",
         f"Weight of direct supervision of attention: {figures.get('attention_weight')}.",
         "",
+        *(_speed("Earlier training", found) for found in figures.get("earlier", [])),
         _speed("Training", figures.get("training", {})),
         "",
         "Held-out accuracy:",

@@ -107,6 +107,12 @@ def publish(folder: Path, target: Path | None) -> None:
     aside.replace(target / f"{folder.name}.tar")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an empty one if the file is not there."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
 class Budget:
     """A span of wall-clock time."""
 

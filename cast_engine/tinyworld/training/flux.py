@@ -27,6 +27,11 @@ STOCK_SHIFT = math.exp(compute_empirical_mu(POSITIONS, build.NUM_INFERENCE_STEPS
 _MARKS = "cast_engine.tinyworld.training.pictures:marks"
 
 
+def shifted(u: Tensor) -> Tensor:
+    """Return the noise levels of unshifted times u in [0, 1], as the stock pipeline shifts its ten steps."""
+    return STOCK_SHIFT * u / (1 + (STOCK_SHIFT - 1) * u)
+
+
 def patchify(latents: Tensor) -> Tensor:
     """Turn VAE latents [B, C, 16, 16] into [B, 4C, 8, 8] (2x2 neighbours become channels)."""
     b, c, h, w = latents.shape

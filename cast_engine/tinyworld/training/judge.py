@@ -244,6 +244,8 @@ def main() -> None:
 
     runner = engine.Runner(Step(args, core, table, data, optimiser), device, args.engine)
     figures: dict[str, Any] = {"pictures": data.rendered, "samples": len(data.images) - data.rendered}
+    before = engine.read_json(args.out / "judge.json") if args.init is not None else {}
+    figures["earlier"] = [*before.get("earlier", []), *([before["training"]] if before else [])]
     figures |= {"attention_weight": args.attention_weight, "pointing_weight": args.pointing_weight}
     figures["training"] = engine.train(runner, optimiser, minutes, report=report)
     save()
