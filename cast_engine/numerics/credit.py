@@ -121,7 +121,7 @@ def _check(
     positions: int,
     kinds: Sequence[str] | None,
     weights: Tensor | None,
-) -> None:
+) -> tuple[int, int]:
     if credit not in get_args(Credit):
         raise UserError(f"credit {credit!r}", where="advantages.credit", expected=" or ".join(get_args(Credit)))
     if positions < 1 or scores.ndim != 2:
@@ -130,12 +130,13 @@ def _check(
     if (kinds is not None and len(kinds) != k) or (weights is not None and weights.shape != (k,)):
         raise ValueError(f"kinds and weights must have one entry for each of the {k} atoms")
     if credit in ("scalar", "per-atom"):
-        return
+        return g, k
     if maps is None or maps.shape != (g, k, positions):
         found = None if maps is None else tuple(maps.shape)
         raise ValueError(f"maps {found} for credit {credit}, expected {(g, k, positions)}")
     if maps.numel() and not bool(((maps.to(torch.float64).mean(dim=-1) - 1.0).abs() <= MEAN_TOLERANCE).all()):
         raise ValueError("maps must have mean one over positions (maps.prepare gives such maps)")
+    return g, k
 
 
 def signed_weight(
@@ -178,35 +179,50 @@ def signed_weight(
         UserError: An unknown rule or scale, or an infinite score.
         ValueError: A wrong shape, maps whose mean is not one, or no keys for ``shuffled``.
     """
-    _check(credit, scores, maps, positions, kinds, weights)
-    g, k = scores.shape
+    g, k = _check(credit, scores, maps, positions, kinds, weights)
     counters = _atom_counters(scores, min_atom_std, kinds)
+    counters.update({"not_shuffled": g if k == 1 else 0} if credit == "shuffled" else {})
     w = torch.ones(k, dtype=torch.float64) if weights is None else weights.to(torch.float64)
-    limited = False
     if credit in ("scalar", "spatial"):
-        c = 1.0
+        c, limited = 1.0, False
         a = adv.scalar_advantage(adv.scalar_reward(scores, w), clip=advantage_clip)[:, None]
         mean_weight = a[:, 0]
     else:
         a = adv.atom_advantages(scores, min_atom_std=min_atom_std, clip=advantage_clip)
         c, limited = atom_scale(scale, a, w)
         mean_weight = c * (a @ w)
-    weight = mean_weight[:, None].expand(g, positions)
-    if maps is not None and k and credit == "spatial":
-        weight = a * maps.to(torch.float64).mean(dim=1)
-    elif maps is not None and k and credit in ("cast", "shuffled"):
-        m = maps.to(torch.float64)
-        if credit == "shuffled":
-            m = _shuffle(m, seed, keys)
-            counters["not_shuffled"] = g if k == 1 else 0
-        weight = c * torch.einsum("gk,gkp->gp", a * w, m)
+    weight = _spread(credit, c, a, w, maps, mean_weight, seed, keys).expand(g, positions)
     counters["match_limited"] = int(limited)
     counters["zero_group"] = int(not bool((weight != 0).any()))
     counters["above_clip"] = int((weight.abs() > (weight_clip or advantage_clip)).sum())
     if weight_clip is not None:
         weight = weight.clamp(-weight_clip, weight_clip)
-    std = float(mean_weight.std(correction=0)) if g else 0.0
-    return GroupCredit(weight.to(dtype).contiguous(), a, mean_weight, c, std, dict(counters))
+    return GroupCredit(weight.to(dtype).contiguous(), a, mean_weight, c, _std(mean_weight), dict(counters))
+
+
+def _std(values: Tensor) -> float:
+    return float(values.std(correction=0)) if len(values) else 0.0
+
+
+def _spread(
+    credit: Credit,
+    scale: float,
+    advantage: Tensor,
+    weights: Tensor,
+    maps: Tensor | None,
+    mean_weight: Tensor,
+    seed: int,
+    keys: Sequence[str] | None,
+) -> Tensor:
+    """Return W before the clip: [G, P], or [G, 1] if it is the same at every position."""
+    if maps is None or not maps.shape[1] or credit in ("scalar", "per-atom"):
+        return mean_weight[:, None]
+    m = maps.to(torch.float64)
+    if credit == "spatial":
+        return advantage * m.mean(dim=1)
+    if credit == "shuffled":
+        m = _shuffle(m, seed, keys)
+    return scale * torch.einsum("gk,gkp->gp", advantage * weights, m)
 
 
 def _shuffle(maps: Tensor, seed: int, keys: Sequence[str] | None) -> Tensor:
