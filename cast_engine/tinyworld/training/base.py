@@ -37,7 +37,7 @@ SUBSTEPS = 4
 """Steps of the phase-2 model that one step of phase 3 stands for."""
 GRID_SHARE = 0.7
 """Share of phase-3 steps that begin on the stock 10-step schedule; the others begin anywhere."""
-PHASES = {"1": 0.5, "2": 0.25, "3": 0.25}
+PHASES = {"1": 0.45, "2": 0.2, "3": 0.35}
 """Phases and their shares of the time."""
 UNIFORM = 0.3
 """Share of noise levels drawn uniformly; the others follow the density of the stock sampler's steps."""
