@@ -170,7 +170,7 @@ def evaluate(
     pipeline = _pipeline(config, overrides, run)
     name = f"round-{after:04d}" if after else "base"
     name += f"-{steps}-steps" if steps else ""
-    pipeline.evaluate(name, num_steps=steps, adapter=pipeline.adapter(after))
+    pipeline.evaluate(name, num_steps=steps, adapter=pipeline.measured_adapter(after))
 
 
 @app.command()

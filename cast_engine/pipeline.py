@@ -192,6 +192,15 @@ class Pipeline:
 
     # ---- measuring
 
+    def measured_adapter(self, rounds: int) -> Path | None:
+        """Return what is evaluated after so many rounds: the moving average if there is one, else the adapter itself.
+
+        Rollouts always use the adapter itself: they must come from the policy that is trained.
+        """
+        adapter = self.adapter(rounds)
+        average = None if adapter is None else adapter.with_name("ema.safetensors")
+        return average if average is not None and average.exists() else adapter
+
     def evaluate(self, name: str, *, num_steps: int | None = None, adapter: Path | None = None) -> None:
         """Draw the held-out prompts and let the evaluation judge look at them."""
         from cast_engine.stages import evaluate as stage
@@ -267,7 +276,7 @@ def run_job(job: JobConfig, root: Path) -> Path:
         _stage_or_other_python(pipeline, "build-advantages", round_, job.advantages.python)
         _stage_or_other_python(pipeline, "train", round_, job.train.python)
         if _evaluated_after(job, round_):
-            pipeline.evaluate(f"round-{round_ + 1:04d}", adapter=pipeline.adapter(round_ + 1))
+            pipeline.evaluate(f"round-{round_ + 1:04d}", adapter=pipeline.measured_adapter(round_ + 1))
     summarise.write(pipeline.layout, job)
     report.write(pipeline.layout, job)
     return pipeline.layout.summary
