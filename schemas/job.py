@@ -193,6 +193,8 @@ class EvaluateConfig(_Section):
     """Also evaluate after every so many rounds (the last round always is)."""
     double_steps: bool = True
     """Also draw the untrained model at twice the steps."""
+    images_per_prompt: int = Field(1, ge=1)
+    """More images per held-out prompt narrow the spread of every figure."""
     seed: int = 1_000_003
     shard_prompts: int = Field(64, ge=1)
     batch_size: int = execution(32, ge=1)

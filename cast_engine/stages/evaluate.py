@@ -24,7 +24,7 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 @dataclass
 class EvaluateWorker:
-    """Draws one image per held-out prompt, always from the same noise, and judges it."""
+    """Draws held-out prompts, always from the same noise, and judges the images."""
 
     session_spec: SessionSpec
     config: EvaluateConfig
@@ -120,11 +120,11 @@ def plan(
         adapter: adapter that draws, None for the bare model.
     """
     config = job.evaluate
-    keys = [sample_key(p, 0, 0) for p in scene_graphs]
+    keys = [sample_key(p, 0, member) for p in scene_graphs for member in range(config.images_per_prompt)]
     shards = [keys[i : i + config.shard_prompts] for i in range(0, len(keys), config.shard_prompts)]
     session.use_adapter(adapter)
     semantic = {
-        "evaluate": {"seed": config.seed, "judge": config.judge},
+        "evaluate": {"seed": config.seed, "judge": config.judge, "images_per_prompt": config.images_per_prompt},
         "model": job.model.semantic(),
         "num_steps": num_steps,
         "guidance": session.guidance,
