@@ -26,7 +26,9 @@ ALLOWED = {
     "cast_engine/judges": MIDDLE,
     "cast_engine/run": MIDDLE,
     "cast_engine/stages": MIDDLE,
-    "cast_engine/cli.py": MIDDLE | {"cast_engine.stages", "cast_engine", "trainer"},
+    "cast_engine/pipeline.py": MIDDLE | {"cast_engine.stages", "trainer"},
+    "cast_engine/cli.py": MIDDLE | {"cast_engine.stages", "cast_engine.pipeline"},
+    "cast_engine/__main__.py": {"cast_engine.cli"},
     "trainer": LOW | {"cast_engine.models", "cast_engine.tinyworld", "trainer"},
     "cast_engine/__init__.py": BASE,
 }
@@ -82,6 +84,18 @@ def test_engines_stay_behind_their_wrappers():
         for name in imports(path):
             places = ONLY_IN.get(name.split(".")[0])
             assert places is None or relative.startswith(places), f"{relative} imports {name}"
+
+
+def test_only_the_command_line_knows_the_pipeline():
+    for path, relative in sources():
+        if relative != "cast_engine/cli.py":
+            assert "cast_engine.pipeline" not in imports(path), f"{relative} imports the pipeline"
+
+
+def test_the_pipeline_loads_stages_when_it_comes_to_them():
+    found = imports(ROOT / "cast_engine/pipeline.py", top_level_only=True)
+    late = ("cast_engine.stages", "cast_engine.models", "cast_engine.judges", "trainer")
+    assert not [name for name in found if name.startswith(late) or name.split(".")[0] in HEAVY]
 
 
 def test_command_line_modules_import_nothing_heavy():
