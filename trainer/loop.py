@@ -119,7 +119,10 @@ def train_round(
     paths = RoundPaths(rollout, advantages, embeds, out, start, init_adapter)
     first = origin(model, job, paths, round_)
     if out.exists():
-        return _already_done(out, first)
+        done = _already_done(out, first)
+        if accelerator is None or accelerator.is_main_process:
+            shutil.rmtree(_partial(out), ignore_errors=True)  # left by a kill right after the checkpoint was there
+        return done
     data = open_round(rollout, advantages, embed_source(embeds, model))
     check_origin(first, data, paths)
     for line in changed_settings(first, paths):
@@ -157,6 +160,11 @@ def _already_done(out: Path, first: TrainState) -> RoundSummary:
     return RoundSummary(out, state, rows, resumed_at=state.round_update)
 
 
+def _partial(out: Path) -> Path:
+    """Return the folder of the checkpoints on the way to a round's."""
+    return out.with_name(out.name + ".partial")
+
+
 class _Session:
     """The updates of one round."""
 
@@ -171,7 +179,7 @@ class _Session:
         log: Callable[[str], None],
     ) -> None:
         self.config, self.data, self.processes, self.log = config, data, processes, log
-        self.out, self.partial = paths.out, paths.out.with_name(paths.out.name + ".partial")
+        self.out, self.partial = paths.out, _partial(paths.out)
         self.name = f"round {first.round}"
         folder, self.state = self._last_saved(first)
         self.resumed_at = self.state.round_update
