@@ -168,8 +168,7 @@ def evaluate(
 ) -> None:
     """Draw the held-out prompts and judge them."""
     pipeline = _pipeline(config, overrides, run)
-    name = f"round-{after:04d}" if after else "base"
-    name += f"-{steps}-steps" if steps else ""
+    name = pipeline.evaluation_name(after, steps)
     pipeline.evaluate(name, num_steps=steps, adapter=pipeline.measured_adapter(after))
 
 

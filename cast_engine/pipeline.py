@@ -219,6 +219,18 @@ class Pipeline:
         config = self.job.evaluate
         self._carry_out("evaluate", dataset, spec, worker=worker, workers=config.workers, label=f"evaluate {name}")
 
+    def evaluation_name(self, after: int, steps: int | None) -> str:
+        """Return the folder name of an evaluation, by the rounds before it and its denoising steps (None: the job's).
+
+        The untrained model at twice the steps has the name that the summary looks for.
+        """
+        from cast_engine.run.summary import BEFORE, DOUBLE
+
+        if not after and steps == 2 * self.num_steps:
+            return DOUBLE
+        name = f"round-{after:04d}" if after else BEFORE
+        return name if steps in {None, self.num_steps} else f"{name}-{steps}-steps"
+
     @property
     def num_steps(self) -> int:
         """Denoising steps of rollouts and evaluations."""
@@ -267,16 +279,17 @@ def run_job(job: JobConfig, root: Path) -> Path:
     pipeline.prompts()
     pipeline.csg()
     pipeline.embed()
-    pipeline.evaluate("base")
+    pipeline.evaluate(pipeline.evaluation_name(0, None))
     if job.evaluate.double_steps:
-        pipeline.evaluate("base-double-steps", num_steps=2 * pipeline.num_steps)
+        twice = 2 * pipeline.num_steps
+        pipeline.evaluate(pipeline.evaluation_name(0, twice), num_steps=twice)
     for round_ in range(job.rounds):
         _stage_or_other_python(pipeline, "rollout", round_, job.rollout.python)
         _stage_or_other_python(pipeline, "score", round_, job.score.python)
         _stage_or_other_python(pipeline, "build-advantages", round_, job.advantages.python)
         _stage_or_other_python(pipeline, "train", round_, job.train.python)
         if _evaluated_after(job, round_):
-            pipeline.evaluate(f"round-{round_ + 1:04d}", adapter=pipeline.measured_adapter(round_ + 1))
+            pipeline.evaluate(pipeline.evaluation_name(round_ + 1, None), adapter=pipeline.measured_adapter(round_ + 1))
     summarise.write(pipeline.layout, job)
     report.write(pipeline.layout, job)
     return pipeline.layout.summary

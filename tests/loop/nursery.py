@@ -7,11 +7,25 @@ or a pid to wait for (answer: its exit code, negative for a signal).
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import resource
 import sys
 import traceback
+
+PRELOADED = (
+    "diffusers.loaders.lora_pipeline",
+    "diffusers.pipelines.flux2.pipeline_flux2",
+    "matplotlib.figure",
+    "polars",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    "cast_engine.judges.hf_judge",
+    "cast_engine.models.flux2",
+    "cast_engine.pipeline",
+    "cast_engine.stages.report",
+    "trainer.loop",
+)
 
 
 def become(request):
@@ -29,18 +43,8 @@ def become(request):
 
 def serve():
     """Answer requests until there are no more; return the program to run in a child, None in the parent."""
-    import diffusers.loaders.lora_pipeline
-    import diffusers.pipelines.flux2.pipeline_flux2
-    import matplotlib.figure
-    import polars
-    import transformers.models.qwen3_vl.modeling_qwen3_vl
-
-    import cast_engine.judges.hf_judge
-    import cast_engine.models.flux2
-    import cast_engine.pipeline
-    import cast_engine.stages.report
-    import trainer.loop
-
+    for name in PRELOADED:
+        importlib.import_module(name)
     gc.freeze()  # a collection would copy every page in every child
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)

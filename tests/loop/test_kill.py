@@ -94,7 +94,7 @@ def test_asked_to_stop(job, finished, nursery, tmp_path):
 def test_two_processes_on_one_run_folder(job, nursery, tmp_path):
     root = tmp_path / "run"
     running = nursery.start("cast-engine", "run", job, "--out", root)
-    wait_for(lambda: (root / "run.json").exists())
+    wait_for((root / "run.json").exists)
     second = nursery.engine("run", job, "--out", root)
     running.send(signal.SIGKILL)
     assert running.wait().code == KILLED
