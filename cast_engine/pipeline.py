@@ -7,6 +7,7 @@ is made (``trainer``).
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from cast_engine.errors import UserError
 from cast_engine.run.console import record_timing, say
 from cast_engine.run.layout import RunLayout
 from cast_engine.run.runfile import open_run
-from cast_engine.store import Dataset
+from cast_engine.store import Dataset, write_file
 from schemas.graph import Prompt, SceneGraph
 from schemas.job import JobConfig
 
@@ -159,20 +160,26 @@ class Pipeline:
 
     def train(self, round_: int) -> None:
         """Make the updates of a round and save its checkpoint."""
+        from trainer.guards import TrainingStopped
         from trainer.loop import train_round
 
         started = time.monotonic()
         images = self.job.rollout.prompts_per_round * self.job.rollout.group_size
-        done = train_round(
-            self.job,
-            rollout=self.layout.round(round_, "rollout"),
-            advantages=self.layout.round(round_, "advantages"),
-            embeds=self.layout.embeds,
-            out=self.layout.round(round_, "train"),
-            start=self.layout.round(round_ - 1, "train") if round_ else None,
-            round_=round_,
-            model=self.session.model,
-        )
+        try:
+            done = train_round(
+                self.job,
+                rollout=self.layout.round(round_, "rollout"),
+                advantages=self.layout.round(round_, "advantages"),
+                embeds=self.layout.embeds,
+                out=self.layout.round(round_, "train"),
+                start=self.layout.round(round_ - 1, "train") if round_ else None,
+                round_=round_,
+                model=self.session.model,
+            )
+        except TrainingStopped as stopped:
+            why = {"round": round_, "reason": stopped.reason, "message": str(stopped)}
+            write_file(self.layout.stopped, (json.dumps(why, indent=1) + "\n").encode())
+            raise
         if done.seconds:
             seconds = time.monotonic() - started
             record_timing(self.layout.timings, stage="train", round_=round_, seconds=seconds, samples=images)

@@ -22,6 +22,7 @@ class RunLayout:
         rounds/0000/train/     checkpoint: adapter, optimiser, state
         evaluate/<name>/       dataset: held-out images and verdicts
         timings.jsonl          seconds per stage, one line for each time it ran
+        stopped.json           why a guard ended the training, if one did
         summary.json           before and after
         report.html
     """
@@ -42,6 +43,11 @@ class RunLayout:
     def timings(self) -> Path:
         """Seconds per stage."""
         return self.root / "timings.jsonl"
+
+    @property
+    def stopped(self) -> Path:
+        """Why a guard ended the training."""
+        return self.root / "stopped.json"
 
     @property
     def summary(self) -> Path:
