@@ -76,6 +76,9 @@ class RolloutConfig(_Section):
     prompts_per_round: int = Field(8, ge=1)
     group_size: int = Field(8, ge=2)
     num_steps: int | None = Field(None, ge=2)
+    initial_noise: Literal["member", "shared"] = "member"
+    """``member``: every image starts from noise of its own (Flow-GRPO). ``shared``: a group starts from the same noise
+    (DanceGRPO, MixGRPO), so that its images differ by the exploration in the window alone, and so do their rewards."""
     dynamics: Dynamics = "flow_sde"
     noise_level: float = Field(0.7, ge=0)
     window: WindowConfig = WindowConfig()

@@ -86,7 +86,8 @@ class RolloutMeta(_Meta):
     prompt: str
     round: int
     member: int
-    seed: int  # of the initial noise; step noise follows from it, see cast_engine.numerics.noise
+    seed: int  # of the member; its step noise follows from it, see cast_engine.numerics.noise
+    initial_seed: int  # of the initial noise, for torch's generator; equal to `seed` unless the group shares it
     guidance: float
     height: int
     width: int

@@ -67,6 +67,7 @@ def sample(
     embeds: Sequence[PromptEmbeds],
     seeds: Sequence[int],
     *,
+    initial_seeds: Sequence[int] | None = None,
     sigmas: Tensor,
     geometry: Geometry,
     guidance: float | Sequence[float],
@@ -84,7 +85,8 @@ def sample(
     Args:
         model: With the denoiser loaded.
         embeds: One per image.
-        seeds: One per image, see :func:`cast_engine.numerics.noise.member_seed`.
+        seeds: One per image, see :func:`cast_engine.numerics.noise.member_seed`; step noise follows from them.
+        initial_seeds: Of the initial noise, one per image; ``None``: the same seeds.
         sigmas: From :meth:`ImageModel.sigmas`.
         geometry: From :meth:`ImageModel.geometry`.
         guidance: One for all, or one per image.
@@ -100,7 +102,7 @@ def sample(
     kept, log_probs = list[Tensor](), list[Tensor]()
     condition = model.condition(embeds, geometry)
     scale = _per_image(guidance, len(seeds)).to(model.device)
-    x = torch.stack([model.initial_noise(seed, geometry) for seed in seeds]).to(model.device)
+    x = torch.stack([model.initial_noise(seed, geometry) for seed in initial_seeds or seeds]).to(model.device)
     with merged(model.transformer):
         for i in range(len(sigmas) - 1):
             if i not in window:

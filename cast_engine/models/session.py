@@ -37,6 +37,7 @@ class DrawRequest:
     prompt_ids: Sequence[str]
     seeds: Sequence[int]
     num_steps: int
+    initial_seeds: Sequence[int] | None = None
     window: Sequence[int] = ()
     dynamics: Dynamics = "flow_sde"
     noise_level: float = 0.0
@@ -108,6 +109,7 @@ class ImageSession:
             self.model,
             [self._embed(p) for p in request.prompt_ids],
             request.seeds,
+            initial_seeds=request.initial_seeds,
             sigmas=self.model.sigmas(request.num_steps, self.geometry),
             geometry=self.geometry,
             guidance=self.guidance,

@@ -76,6 +76,7 @@ class RolloutWorker:
         request = DrawRequest(
             prompt_ids=[m.prompt_id for m in metas],
             seeds=[m.seed for m in metas],
+            initial_seeds=[m.initial_seed for m in metas],
             num_steps=self.num_steps,
             window=window_steps(self.config.window.start, self.config.window.length, self.num_steps),
             dynamics=self.config.dynamics,
@@ -97,6 +98,7 @@ class RolloutWorker:
 
     def _meta(self, session: ImageSession, key: str) -> RolloutMeta:
         prompt_id, _, member = split_key(key)
+        first = 0 if self.config.initial_noise == "shared" else member
         geometry = session.geometry
         return RolloutMeta(
             key=key,
@@ -105,6 +107,7 @@ class RolloutWorker:
             round=self.round_,
             member=member,
             seed=member_seed(self.seed, self.round_, prompt_id, member),
+            initial_seed=member_seed(self.seed, self.round_, prompt_id, first),
             guidance=session.guidance,
             height=geometry.height,
             width=geometry.width,

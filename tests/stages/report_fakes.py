@@ -250,6 +250,7 @@ def _rollout(key, graph, round_, member, image, row) -> Sample:
         round=round_,
         member=member,
         seed=member,
+        initial_seed=member,
         guidance=1.0,
         height=64,
         width=64,

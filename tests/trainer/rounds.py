@@ -96,6 +96,7 @@ def draw(
                 round=round_,
                 member=member,
                 seed=seeds[prompt_id, member],
+                initial_seed=seeds[prompt_id, member],
                 guidance=3.0,
                 height=geometry.height,
                 width=geometry.width,
