@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from schemas.graph import AtomKind
+
 Credit = Literal["cast", "scalar", "per-atom", "spatial", "shuffled"]
 Dynamics = Literal["flow_sde", "dance_sde", "cps"]
 
@@ -123,6 +125,9 @@ class AdvantageConfig(_Section):
     """Divide by the map of a neutral question, which carries the attention sinks."""
     percentile_cap: float | None = Field(99.5, gt=0, le=100)
     map_max: float | None = Field(None, gt=1)
+    kind_weights: dict[AtomKind, float] = Field(default_factory=dict)
+    """w_k by kind of atom, times the atom's own weight; kinds that are not named have 1. Counting is where drawing more
+    of everything is punished: a larger weight there keeps a policy from it."""
     scale: Literal["sum", "rsqrt", "mean", "match"] = "rsqrt"
     """c_K in W = c_K Σ_k w_k A_k M_k."""
     min_atom_std: float = Field(0.02, ge=0)

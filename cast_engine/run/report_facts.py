@@ -75,7 +75,7 @@ def _budget(
         ("Updates", f"{len(updates):,}, {train.updates_per_round * train.epochs_per_round} a round"),
         ("Learning rate", f"{train.learning_rate:g}, {train.schedule}"),
         ("Sampling", f"{steps} steps; {noise}"),
-        ("Held-out", f"{held_out} prompts, one image each, the same noise every time"),
+        ("Held-out", f"{held_out} images, {job.evaluate.images_per_prompt} a prompt, the same noise every time"),
         ("Seed", f"{job.seed} (evaluation: {job.evaluate.seed})"),
     ]
 

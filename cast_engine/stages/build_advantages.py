@@ -15,7 +15,7 @@ from cast_engine.numerics.credit import GroupCredit, signed_weight
 from cast_engine.numerics.maps import Prepared, prepare
 from cast_engine.run.pool import WorkerSpec
 from cast_engine.store import Dataset, Reader, Sample, ShardPlan, encode_json, encode_tensors
-from schemas.graph import SceneGraph
+from schemas.graph import Atom, SceneGraph
 from schemas.job import AdvantageConfig, JobConfig
 from schemas.records import AdvantageMeta, Status, split_key
 
@@ -59,13 +59,16 @@ class AdvantageWorker:
             min_atom_std=self.config.min_atom_std,
             advantage_clip=self.config.advantage_clip,
             weight_clip=self.config.weight_clip,
-            weights=torch.tensor([a.weight for a in graph.atoms], dtype=torch.float64),
+            weights=torch.tensor([self._weight(a) for a in graph.atoms], dtype=torch.float64),
             kinds=[a.kind for a in graph.atoms],
             seed=self.seed,
             keys=keys,
         )
         rows = enumerate(zip(keys, scores, prepared, strict=True))
         return {key: self._sample(graph, key, row, maps, credit, i) for i, (key, row, maps) in rows}
+
+    def _weight(self, atom: Atom) -> float:
+        return atom.weight * self.config.kind_weights.get(atom.kind, 1.0)
 
     def _maps(self, tensors: dict[str, Tensor]) -> Prepared:
         config = self.config
