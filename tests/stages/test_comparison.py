@@ -44,7 +44,7 @@ def test_a_run_shows_its_own_standard_errors():
     assert row(text, "before")[:3] == ["one (cast, seed 0)", "before", "64.0 ± 1.0"]
     assert row(text, "after")[2:] == ["68.0 ± 1.0"] * len(SKILLS)
     assert row(text, "after - before")[2] == "+4.0 ± 0.4"
-    assert row(text, "before, twice the steps")[2] == "65.0 ± 1.0"
+    assert row(text, "before, 2x steps")[2] == "65.0 ± 1.0"
     assert not any("mean of" in line for line in text)
 
 
@@ -68,7 +68,7 @@ def test_missing_numbers_and_missing_evaluations_are_no_error(double):
     place = 2 + SKILLS.index("relation")
     assert row(text, "before")[place] == "–"
     assert row(text, "after")[place] == "50.0"
-    assert any("twice the steps" in line for line in text) == (double is not None)
+    assert any("2x steps" in line for line in text) == (double is not None)
 
 
 def test_summaries_of_two_seeds_belong_together_and_other_settings_do_not(tmp_path):
