@@ -120,6 +120,10 @@ class AdvantageConfig(_Section):
     credit: Credit = "cast"
     map_blend: float = Field(0.5, ge=0, le=1)
     """λ: 0 is per-atom credit without maps, 1 the bare map."""
+    absent: Literal["found", "as_is"] = "found"
+    """Where the blame goes for a thing that the judge does not find: on everything it does find (``found``), so that
+    presence and absence reward and blame alike what is drawn; or wherever its attention fell (``as_is``). A judge that
+    looks everywhere for what is missing blames the background, and the policy learns to fill it."""
     blur: bool = True
     neutral: bool = True
     """Divide by the map of a neutral question, which carries the attention sinks."""

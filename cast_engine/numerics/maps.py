@@ -101,6 +101,21 @@ def remove_sinks(maps: Tensor, neutral: Tensor, eps: float = NEUTRAL_EPS) -> Ten
     return maps.to(torch.float64) / (n.reshape(neutral.shape) + eps)
 
 
+def blame_found(maps: Tensor, found: Tensor) -> Tensor:
+    """Replace the maps of absent things by the mean map of those that are there.
+
+    Args:
+        maps: [K, gh, gw] of one image, each with mean one.
+        found: [K] bool: what the atom is about is in the image.
+
+    Returns:
+        [K, gh, gw] float64; uniform maps for the absent ones if nothing is there.
+    """
+    m = maps.to(torch.float64)
+    there = m[found].mean(dim=0) if bool(found.any()) else torch.ones_like(m[0])
+    return torch.where(found[:, None, None], m, there)
+
+
 def cap_percentile(maps: Tensor, percentile: float) -> Tensor:
     """Cut each map at its own percentile (linear interpolation between cells).
 

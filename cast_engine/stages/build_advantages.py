@@ -12,12 +12,15 @@ from torch import Tensor
 
 from cast_engine.numerics.advantages import gate
 from cast_engine.numerics.credit import GroupCredit, signed_weight
-from cast_engine.numerics.maps import Prepared, prepare
+from cast_engine.numerics.maps import Prepared, blame_found, prepare
 from cast_engine.run.pool import WorkerSpec
 from cast_engine.store import Dataset, Reader, Sample, ShardPlan, encode_json, encode_tensors
 from schemas.graph import Atom, SceneGraph
 from schemas.job import AdvantageConfig, JobConfig
 from schemas.records import AdvantageMeta, Status, split_key
+
+FOUND = 0.5
+"""Probability of its object question from which on a thing counts as there."""
 
 
 @dataclass
@@ -49,7 +52,7 @@ class AdvantageWorker:
         scores = torch.stack([t["scores"] for t in tensors]).double()
         if self.config.dependency == "gate":
             scores = _gated(scores, graph)
-        prepared = [self._maps(t) for t in tensors]
+        prepared = [self._maps(t, graph) for t in tensors]
         credit = signed_weight(
             self.config.credit,
             scores,
@@ -70,10 +73,12 @@ class AdvantageWorker:
     def _weight(self, atom: Atom) -> float:
         return atom.weight * self.config.kind_weights.get(atom.kind, 1.0)
 
-    def _maps(self, tensors: dict[str, Tensor]) -> Prepared:
-        config = self.config
+    def _maps(self, tensors: dict[str, Tensor], graph: SceneGraph) -> Prepared:
+        config, maps = self.config, tensors["maps"]
+        if config.absent == "found":
+            maps = blame_found(maps, _found(tensors["scores"], graph))
         return prepare(
-            tensors["maps"],
+            maps,
             self.grid,
             neutral=tensors["neutral"] if config.neutral else None,
             blurred=config.blur,
@@ -105,6 +110,12 @@ class AdvantageWorker:
         }
         data = encode_tensors({"weight": weight, "advantage": credit.advantage[i].float()})
         return Sample(key, {"advantage.safetensors": data, "meta.json": encode_json(meta.model_dump())}, row)
+
+
+def _found(scores: Tensor, graph: SceneGraph) -> Tensor:
+    """Return [K] bool: the judge sees what the atom is about. Object atoms speak for all atoms of their nodes."""
+    there = {a.nodes[0]: not float(s) < FOUND for a, s in zip(graph.atoms, scores, strict=True) if a.kind == "object"}
+    return torch.tensor([any(there.get(n, True) for n in a.nodes) for a in graph.atoms])
 
 
 def _gated(scores: Tensor, graph: SceneGraph) -> Tensor:
