@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from cast_engine.errors import UserError
 from cast_engine.run.console import record_timing, say
 from cast_engine.run.layout import RunLayout
-from cast_engine.run.runfile import open_run
+from cast_engine.run.runfile import hand_down, open_run
 from cast_engine.store import Dataset, write_file
 from schemas.graph import Prompt, SceneGraph
 from schemas.job import JobConfig
@@ -313,7 +313,8 @@ def _stage_or_other_python(pipeline: Pipeline, stage: str, round_: int, python: 
         getattr(pipeline, stage.replace("-", "_"))(round_)
         return
     command = [python, "-m", "cast_engine", stage, "--run", str(pipeline.layout.root), "--round", str(round_)]
-    code = subprocess.run(command, check=False).returncode
+    fds, env = hand_down(pipeline.layout.root)
+    code = subprocess.run(command, check=False, pass_fds=fds, env=env).returncode
     if code:
         say(f"{stage} by {python} ended with exit code {code}")
         sys.exit(code)

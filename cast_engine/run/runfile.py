@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +14,8 @@ from schemas.job import JobConfig, config_hash
 from schemas.records import SCHEMA_VERSION
 
 _locks: dict[Path, IO[str]] = {}
+HANDED_DOWN = "CAST_RUN_LOCK"
+"""Environment variable that names the open file by which a command was handed its parent's hold on a run folder."""
 
 
 def open_run(path: Path, job: JobConfig) -> None:
@@ -76,6 +79,8 @@ def lock_run(root: Path) -> None:
     """
     make_dir(root)
     handle = (root / ".lock").open("a")
+    if _is_handed_down(handle):
+        return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -83,6 +88,29 @@ def lock_run(root: Path) -> None:
             "another process is working on this run", where=str(root), do="wait for it, or stop it"
         ) from None
     _locks[root] = handle
+
+
+def hand_down(root: Path) -> tuple[tuple[int, ...], dict[str, str]]:
+    """Return what lets a command that this process starts and waits for work on the run folder that it holds.
+
+    The child shares the lock itself: if this process is killed, the folder stays held until the child has ended too.
+
+    Returns:
+        Files to pass on, and the environment to start the command with.
+    """
+    held = _locks.get(root)
+    if held is None:
+        return (), dict(os.environ)
+    return (held.fileno(),), {**os.environ, HANDED_DOWN: str(held.fileno())}
+
+
+def _is_handed_down(handle: IO[str]) -> bool:
+    """Whether the parent's hold on the same lock file came with the environment."""
+    number = os.environ.get(HANDED_DOWN, "")
+    try:
+        return number.isdigit() and os.path.samestat(os.fstat(int(number)), os.fstat(handle.fileno()))
+    except OSError:  # no such open file
+        return False
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:

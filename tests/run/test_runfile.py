@@ -1,9 +1,12 @@
 """A run folder belongs to one job."""
 
+import subprocess
+import sys
+
 import pytest
 
 from cast_engine.errors import DatasetError, UserError
-from cast_engine.run.runfile import open_run, read_run
+from cast_engine.run.runfile import hand_down, lock_run, open_run, read_run
 from schemas.job import JobConfig
 
 
@@ -31,3 +34,17 @@ def test_another_version_is_refused(tmp_path):
     path.write_text('{"schema_version": 99}')
     with pytest.raises(DatasetError, match="schema version 99"):
         read_run(path)
+
+
+def test_one_command_at_a_time_but_for_those_it_starts(tmp_path):
+    code = "import sys, pathlib; from cast_engine.run.runfile import lock_run; lock_run(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code]
+    lock_run(tmp_path / "run")
+    other = subprocess.run([*command, tmp_path / "run"], capture_output=True, text=True)
+    assert "another process is working on this run" in other.stderr
+    fds, env = hand_down(tmp_path / "run")
+    own = subprocess.run([*command, tmp_path / "run"], capture_output=True, text=True, pass_fds=fds, env=env)
+    assert own.returncode == 0, own.stderr
+    lock_run(tmp_path / "second")
+    foreign = subprocess.run([*command, tmp_path / "second"], capture_output=True, text=True, pass_fds=fds, env=env)
+    assert "another process is working on this run" in foreign.stderr
