@@ -175,16 +175,21 @@ def evaluate(
 @app.command()
 @handle_errors()
 def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
-    """Write summary.json and report.html of a run again."""
+    """Write summary.json (if the run is finished) and report.html of a run again."""
     from cast_engine.run.layout import RunLayout
     from cast_engine.run.runfile import read_run
     from cast_engine.stages import report as page
     from cast_engine.stages import summarise
 
     layout, job = RunLayout(run), read_run(run / "run.json")
-    summarise.write(layout, job)
+    finished = summarise.is_finished(layout, job)
+    if finished:
+        summarise.write(layout, job)
     page.write(layout, job)
-    _show(layout.summary)
+    if finished:
+        _show(layout.summary)
+    else:
+        typer.echo(f"not finished, so there is no summary yet; report: {layout.report}")
 
 
 @app.command()

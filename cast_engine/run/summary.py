@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +31,13 @@ def final_name(job: JobConfig) -> str:
 
 
 def evaluations(layout: RunLayout) -> list[str]:
-    """Return the names of the sealed evaluations of a run: base first, then by round."""
+    """Return the names of the sealed evaluations of a run: base first, then by round.
+
+    What was evaluated at another number of steps (``round-0004-20-steps``) is not among them.
+    """
     folder = layout.root / "evaluate"
     names = sorted(p.name for p in folder.iterdir() if (p / "sealed.json").exists()) if folder.exists() else []
-    return [n for n in (BEFORE, DOUBLE) if n in names] + [n for n in names if n.startswith("round-")]
+    return [n for n in (BEFORE, DOUBLE) if n in names] + [n for n in names if re.fullmatch(r"round-\d+", n)]
 
 
 @dataclass(frozen=True)

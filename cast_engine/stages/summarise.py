@@ -38,8 +38,16 @@ def is_current(layout: RunLayout) -> bool:
     run = json.loads(layout.run_file.read_text())
     if summary["hashes"]["config"] != run["config_hash"]:
         return False
-    seals = summary["hashes"]["evaluations"]
-    return all(_seal(layout.evaluate(name)) == seal for name, seal in seals.items())
+    try:
+        return all(_seal(layout.evaluate(name)) == seal for name, seal in summary["hashes"]["evaluations"].items())
+    except DatasetError:  # one of them is gone, or was moved aside as damaged: it is to be made again
+        return False
+
+
+def is_finished(layout: RunLayout, job: JobConfig) -> bool:
+    """Whether there is all that a summary needs: the untrained model and the last round, both evaluated."""
+    trained = layout.round(job.rounds - 1, "train") / "state.json"
+    return {BEFORE, final_name(job)} <= set(evaluations(layout)) and trained.exists()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -70,6 +78,7 @@ def write(layout: RunLayout, job: JobConfig) -> dict[str, Any]:
     difference = paired(before, after)
     run = json.loads(layout.run_file.read_text())
     last = json.loads((layout.round(job.rounds - 1, "train") / "state.json").read_text())
+    measured = Dataset.open(layout.evaluate(final_name(job))).config["adapter_sha256"]
     per_round = job.rollout.prompts_per_round * job.rollout.group_size
     summary = {
         "schema_version": SCHEMA_VERSION,
@@ -92,10 +101,10 @@ def write(layout: RunLayout, job: JobConfig) -> dict[str, Any]:
             "config": run["config_hash"],
             "arm": _arm(job),
             "adapter": last["adapter_sha256"],
+            "measured_adapter": measured,
             "evaluations": {name: _seal(layout.evaluate(name)) for name in scores},
         },
     }
-    assert config_hash(job.semantic()) == run["config_hash"]
     write_file(layout.summary, (json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n").encode())
     return summary
 
@@ -181,7 +190,7 @@ def _arm(job: JobConfig) -> str:
 
 
 def _seal(path: Path) -> str:
-    return Dataset.open(path).seal_sha256 or ""
+    return Dataset.open(path).seal_sha256
 
 
 def _finite(value: Any) -> Any:

@@ -147,7 +147,8 @@ def write_graphs(path, prompts, hostile=False) -> dict[str, tuple[str, SceneGrap
 
 def write_evaluation(path, graphs, skill, *, fail=0, seal=True) -> Dataset:
     keys = [sample_key(p, 0, 0) for p in graphs]
-    ds = Dataset.create(path, stage="evaluate", config={"skill": skill, "num_steps": 12}, shards=[keys])
+    config = {"skill": skill, "num_steps": 12, "adapter_sha256": f"adapter of {path.name}"}
+    ds = Dataset.create(path, stage="evaluate", config=config, shards=[keys])
     samples = []
     for i, (key, (prompt, graph)) in enumerate(zip(keys, graphs.values(), strict=True)):
         row = {"prompt_id": graph.prompt_id, "round": 0, "seed": i}
