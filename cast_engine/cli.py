@@ -212,14 +212,16 @@ def verify(
     ] = False,
 ) -> None:
     """Hash every shard of a dataset (or of all datasets of a run) and walk it."""
-    damaged = 0
+    bad = 0
     for dataset in _datasets(folder):
         found = dataset.verify(quarantine=quarantine)
         typer.echo(f"{dataset.path}: {found}")
-        damaged += len(found.damaged)
-    if damaged:
+        for damage in found.damaged:
+            typer.echo(f"  {damage.problem}")
+        bad += not found.ok
+    if bad:
         do = "run the stage again" if quarantine else "run with --quarantine, then the stage again"
-        raise FailuresError(f"{folder}: {damaged} damaged shards; {do}")
+        raise FailuresError(f"{folder}: {bad} datasets are damaged or not all there; {do}")
 
 
 @app.command()

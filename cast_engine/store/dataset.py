@@ -57,6 +57,11 @@ class StatusCounts:
     bytes: int
     sealed: bool
 
+    def __str__(self) -> str:
+        samples = ", ".join(f"{count} {status}" for status, count in sorted(self.samples.items())) or "none"
+        seal = "sealed" if self.sealed else "not sealed"
+        return f"{self.shards_done} of {self.shards_planned} shards, samples: {samples}, {self.bytes:,} bytes, {seal}"
+
 
 class Dataset:
     """See the module's description. Made by :meth:`create` or :meth:`open`."""

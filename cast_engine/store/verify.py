@@ -52,6 +52,16 @@ class VerifyReport:
         """Nothing is damaged, and nothing is missing from a sealed dataset."""
         return not self.damaged and not (self.sealed and self.missing)
 
+    def __str__(self) -> str:
+        parts = [f"{self.checked} of {self.checked + len(self.missing)} shards checked"]
+        if self.missing:
+            parts.append(f"{len(self.missing)} missing, first {self.missing[0]}")
+        parts.append(f"{len(self.damaged)} damaged")
+        if self.quarantined:
+            parts.append(f"{self.quarantined} files moved to quarantine/")
+        parts.append("sealed" if self.sealed else "not sealed")
+        return ", ".join(parts)
+
 
 def read_manifest(ds: Dataset, receipt: Receipt) -> pa.Table:
     """Return the rows of a committed shard; size, sha256 and schema are checked."""
