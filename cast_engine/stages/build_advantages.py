@@ -103,6 +103,7 @@ class AdvantageWorker:
             "prompt_id": graph.prompt_id,
             "round": split_key(key).round,
             "parent_key": key,
+            "credit": self.config.credit,
             "reward": float(scores.nanmean()),
             "weight_mean": float(weight.double().mean()),
             "weight_std": float(weight.double().std(correction=0)),

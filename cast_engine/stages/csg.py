@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cast_engine.errors import UserError
 from cast_engine.graphs.grammar import parse
@@ -27,13 +28,14 @@ class GraphWorker:
 
     def _graph(self, key: str, reader: Reader) -> Sample:
         prompt = Prompt.model_validate_json(reader.read(key)["prompt.json"])
-        row = {"prompt_id": key, "parent_key": key}
+        row: dict[str, Any] = {"prompt_id": key, "parent_key": key}
         try:
             graph = parse(prompt.text)
         except UserError as error:
             failed = {"status": Status.FAILED, "error_class": "UserError", "error_msg": str(error)}
             return Sample(key, {}, row | failed)
         graph = graph.model_copy(update={"prompt_id": key})
+        row |= {"source": graph.source, "atom_kinds": [a.kind for a in graph.atoms]}
         return Sample(key, {"graph.json": graph.model_dump_json().encode()}, row)
 
 

@@ -55,8 +55,18 @@ class EvaluateWorker:
         )
         images = session.draw(request).images
         scored = judge.score(list(images), graphs)
+        drawn = {
+            "round": 0,
+            "guidance": session.guidance,
+            "width": session.geometry.width,
+            "height": session.geometry.height,
+            "num_steps": self.num_steps,
+            "adapter_sha256": session.adapter_sha256,
+            "model_sha256": session.model.info.sha256,
+            "judge": judge.name,
+        }
         rows = zip(keys, graphs, seeds, images, scored, strict=True)
-        return [_sample(key, graph, seed, image, scores) for key, graph, seed, image, scores in rows]
+        return [_sample(key, graph, seed, image, scores, drawn) for key, graph, seed, image, scores in rows]
 
 
 def judge_config(config: EvaluateConfig) -> ScoreConfig:
@@ -64,7 +74,7 @@ def judge_config(config: EvaluateConfig) -> ScoreConfig:
     return ScoreConfig(judge=config.judge, batch_size=config.batch_size)
 
 
-def _sample(key: str, graph: SceneGraph, seed: int, image: Any, scores: AtomScores) -> Sample:
+def _sample(key: str, graph: SceneGraph, seed: int, image: Any, scores: AtomScores, drawn: dict[str, Any]) -> Sample:
     kinds = tuple(a.kind for a in graph.atoms)
     finite = np.isfinite(scores.scores)
     meta = EvaluateMeta(
@@ -83,8 +93,9 @@ def _sample(key: str, graph: SceneGraph, seed: int, image: Any, scores: AtomScor
         expected=tuple(a.expected for a in graph.atoms),
     )
     row = {
+        **drawn,
         "prompt_id": graph.prompt_id,
-        "round": 0,
+        "member": meta.member,
         "seed": seed,
         "atom_kinds": list(kinds),
         "counted": list(meta.counted),

@@ -109,7 +109,8 @@ class PromptWorker:
         out = []
         for key in shard.keys:
             prompt = Prompt(prompt_id=key, text=self.texts[key])
-            out.append(Sample(key, {"prompt.json": prompt.model_dump_json().encode()}, {"prompt_id": key}))
+            row = {"prompt_id": key, "prompt": prompt.text}
+            out.append(Sample(key, {"prompt.json": prompt.model_dump_json().encode()}, row))
         return out
 
 

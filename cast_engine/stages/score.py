@@ -42,6 +42,7 @@ class ScoreWorker:
     def _sample(self, judge: Judge, key: str, scores: AtomScores | None) -> Sample:
         graph = self.graphs[split_key(key).prompt_id]
         row: dict[str, Any] = {"prompt_id": graph.prompt_id, "round": split_key(key).round, "parent_key": key}
+        row |= {"judge": judge.name, "model_sha256": judge.model_sha256}
         if scores is None:
             return Sample(key, {}, row | {"status": Status.SKIPPED_PARENT, "error_msg": "the image was not drawn"})
         if not np.isfinite(scores.scores).any():
