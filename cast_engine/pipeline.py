@@ -94,8 +94,7 @@ class Pipeline:
 
         for split in ("train", "evaluate"):
             dataset, spec = stage.plan(self.layout.graphs(split), Dataset.open(self.layout.prompts(split)))
-            bad = self.job.score.max_bad_frac
-            self._carry_out("csg", dataset, spec, unit="graphs", label=f"csg {split}", max_bad_frac=bad)
+            self._carry_out("csg", dataset, spec, unit="graphs", label=f"csg {split}")
 
     def embed(self) -> None:
         """Encode every prompt of the plan, so that the text encoder never has to come back."""
@@ -135,16 +134,7 @@ class Pipeline:
         dataset, spec, worker = stage.plan(
             self.layout.round(round_, "score"), self.job.score, rollout, self.graphs("train"), self.judge
         )
-        config = self.job.score
-        self._carry_out(
-            "score",
-            dataset,
-            spec,
-            worker=worker,
-            workers=config.workers,
-            round_=round_,
-            max_bad_frac=config.max_bad_frac,
-        )
+        self._carry_out("score", dataset, spec, worker=worker, workers=self.job.score.workers, round_=round_)
 
     def build_advantages(self, round_: int) -> None:
         """Turn the scores and maps of a round into signed weights."""
@@ -155,8 +145,7 @@ class Pipeline:
         path = self.layout.round(round_, "advantages")
         grid = (self.session.geometry.grid_h, self.session.geometry.grid_w)
         dataset, spec, worker = stage.plan(path, self.job, rollout, score, self.graphs("train"), grid)
-        bad = self.job.score.max_bad_frac
-        self._carry_out("advantages", dataset, spec, worker=worker, round_=round_, max_bad_frac=bad)
+        self._carry_out("advantages", dataset, spec, worker=worker, round_=round_)
 
     def train(self, round_: int) -> None:
         """Make the updates of a round and save its checkpoint."""
@@ -256,13 +245,13 @@ class Pipeline:
         worker: Worker | None = None,
         workers: int = 1,
         round_: int | None = None,
-        max_bad_frac: float = 0.0,
     ) -> None:
         from cast_engine.run.executor import carry_out
 
         label = label or (stage if round_ is None else f"round {round_} {stage}")
+        bad = self.job.score.max_bad_frac
         outcome: Outcome = carry_out(
-            dataset, spec, label=label, unit=unit, workers=workers, worker=worker, max_bad_frac=max_bad_frac
+            dataset, spec, label=label, unit=unit, workers=workers, worker=worker, max_bad_frac=bad
         )
         if outcome.samples:
             record_timing(

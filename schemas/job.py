@@ -106,7 +106,7 @@ class ScoreConfig(_Section):
     layers: tuple[int, ...] | None = None
     """Decoder layers whose attention is read; ``None``: those from 40% to 80% of the depth."""
     max_bad_frac: float = Field(0.01, ge=0, le=1)
-    """Share of failed or non-finite answers above which the stage ends with exit code 3."""
+    """Share of failed samples, or of missing scores, above which any stage ends with exit code 3."""
     batch_size: int = execution(16, ge=1)
     workers: int = execution(1, ge=1)
     threads: int | None = execution(None, ge=1)

@@ -6,6 +6,7 @@ their own (``cast_engine.run.pool``).
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from cast_engine.errors import FailuresError, Interrupted
 from cast_engine.run.console import progress, say
 from cast_engine.run.pool import Worker, WorkerSpec, run_pool, set_threads
 from cast_engine.store import Dataset, ShardPlan
+from schemas.records import Status
 
 
 @dataclass(frozen=True)
@@ -71,20 +73,27 @@ def carry_out(
 
 
 def check_failures(dataset: Dataset, label: str, max_bad_frac: float) -> None:
-    """End the stage when more samples failed than allowed; fewer are only counted.
+    """End the stage when more samples failed, or more scores are missing, than allowed; fewer are only counted.
 
     Raises:
         FailuresError: naming the first failed sample and its message.
     """
-    rows = dataset.rows().select(["key", "status", "error_msg"]).to_pylist()
-    bad = [r for r in rows if r["status"] != "ok"]
-    if not bad:
-        return
-    first = f"{bad[0]['key']}: {bad[0]['status']} {bad[0]['error_msg'] or ''}".strip()
-    text = f"{label}: {len(bad)} of {len(rows)} samples failed, first {first}"
-    if len(bad) > max_bad_frac * len(rows):
-        raise FailuresError(f"{text}; more than the allowed share {max_bad_frac:g}; see the manifest in {dataset.path}")
-    say(text)
+    rows = dataset.rows().to_pylist()
+    bad = [r for r in rows if r["status"] != Status.OK]
+    first = f"{bad[0]['key']}: {bad[0]['status']} {bad[0]['error_msg'] or ''}".strip() if bad else ""
+    scores = [(r["key"], s) for r in rows for s in r.get("atom_scores") or ()]
+    missing = [key for key, s in scores if s is None or math.isnan(s)]
+    for count, total, what in (
+        (len(bad), len(rows), f"samples failed, first {first}"),
+        (len(missing), len(scores), f"atom scores are missing, first in {missing[0] if missing else ''}"),
+    ):
+        if count > max_bad_frac * total:
+            raise FailuresError(
+                f"{label}: {count} of {total} {what}; more than the allowed share {max_bad_frac:g}; remove "
+                f"{dataset.path} to make them again, or accept them with `cast-engine seal {dataset.path}`"
+            )
+        if count:
+            say(f"{label}: {count} of {total} {what}")
 
 
 @contextmanager

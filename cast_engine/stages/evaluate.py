@@ -76,7 +76,7 @@ def judge_config(config: EvaluateConfig) -> ScoreConfig:
 
 def _sample(key: str, graph: SceneGraph, seed: int, image: Any, scores: AtomScores, drawn: dict[str, Any]) -> Sample:
     kinds = tuple(a.kind for a in graph.atoms)
-    finite = np.isfinite(scores.scores)
+    values = np.where(np.isfinite(scores.scores), scores.scores, np.nan)
     meta = EvaluateMeta(
         key=key,
         prompt_id=graph.prompt_id,
@@ -85,7 +85,7 @@ def _sample(key: str, graph: SceneGraph, seed: int, image: Any, scores: AtomScor
         seed=seed,
         atom_ids=tuple(a.id for a in graph.atoms),
         kinds=kinds,
-        scores=tuple(float(s) if ok else None for s, ok in zip(scores.scores, finite, strict=True)),
+        scores=tuple(None if np.isnan(s) else float(s) for s in values),
         counted=tuple(
             NUMBERS.index(answer) if kind == "count" and answer in NUMBERS else None
             for kind, answer in zip(kinds, scores.answers, strict=True)
@@ -100,9 +100,9 @@ def _sample(key: str, graph: SceneGraph, seed: int, image: Any, scores: AtomScor
         "atom_kinds": list(kinds),
         "counted": list(meta.counted),
     }
-    if not finite.any():
+    if np.isnan(values).all():
         return Sample(key, {}, row | {"status": Status.NONFINITE, "error_msg": "the judge gave no finite answer"})
-    row |= {"atom_scores": [float(s) for s in scores.scores], "reward": float(np.nanmean(scores.scores))}
+    row |= {"atom_scores": [float(s) for s in values], "reward": float(np.nanmean(values))}
     members = {"image.png": encode_png(image), "meta.json": encode_json(meta.model_dump())}
     return Sample(key, members, row)
 

@@ -45,7 +45,8 @@ class ScoreWorker:
         row |= {"judge": judge.name, "model_sha256": judge.model_sha256}
         if scores is None:
             return Sample(key, {}, row | {"status": Status.SKIPPED_PARENT, "error_msg": "the image was not drawn"})
-        if not np.isfinite(scores.scores).any():
+        values = np.where(np.isfinite(scores.scores), scores.scores, np.nan).astype(np.float32)
+        if np.isnan(values).all():
             return Sample(key, {}, row | {"status": Status.NONFINITE, "error_msg": "the judge gave no finite answer"})
         meta = ScoreMeta(
             key=key,
@@ -60,15 +61,15 @@ class ScoreWorker:
             answers=scores.answers,
         )
         tensors = {
-            "scores": torch.from_numpy(np.ascontiguousarray(scores.scores, dtype=np.float32)),
+            "scores": torch.from_numpy(values),
             "maps": torch.from_numpy(np.ascontiguousarray(scores.maps, dtype=np.float16)),
             "mass": torch.from_numpy(np.ascontiguousarray(scores.mass, dtype=np.float32)),
             "neutral": torch.from_numpy(np.ascontiguousarray(scores.neutral, dtype=np.float16)),
         }
         row |= {
             "atom_kinds": list(meta.kinds),
-            "atom_scores": [float(s) for s in scores.scores],
-            "reward": float(np.nanmean(scores.scores)),
+            "atom_scores": [float(s) for s in values],
+            "reward": float(np.nanmean(values)),
         }
         members = {"score.safetensors": encode_tensors(tensors), "meta.json": encode_json(meta.model_dump())}
         return Sample(key, members, row)
