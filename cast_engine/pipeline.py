@@ -67,7 +67,7 @@ class Pipeline:
         from cast_engine.stages import csg
 
         if split not in self._graphs:
-            self._graphs[split] = csg.load(Dataset.open(self.layout.graphs(split)))
+            self._graphs[split] = csg.load(self._made("csg", self.layout.graphs(split)))
         return self._graphs[split]
 
     @cached_property
@@ -93,7 +93,7 @@ class Pipeline:
         from cast_engine.stages import csg as stage
 
         for split in ("train", "evaluate"):
-            dataset, spec = stage.plan(self.layout.graphs(split), Dataset.open(self.layout.prompts(split)))
+            dataset, spec = stage.plan(self.layout.graphs(split), self._made("prompts", self.layout.prompts(split)))
             self._carry_out("csg", dataset, spec, unit="graphs", label=f"csg {split}")
 
     def embed(self) -> None:
@@ -113,7 +113,7 @@ class Pipeline:
         from cast_engine.stages import rollout as stage
 
         path = self.layout.round(round_, "rollout")
-        graphs = Dataset.open(self.layout.graphs("train"))
+        graphs = self._made("csg", self.layout.graphs("train"))
         dataset, spec, worker = stage.plan(
             path, self.job, graphs, self.graphs("train"), self.session, round_=round_, adapter=self.adapter(round_)
         )
@@ -130,7 +130,7 @@ class Pipeline:
         """Let the judge answer the questions of a round."""
         from cast_engine.stages import score as stage
 
-        rollout = Dataset.open(self.layout.round(round_, "rollout"))
+        rollout = self._made("rollout", self.layout.round(round_, "rollout"))
         dataset, spec, worker = stage.plan(
             self.layout.round(round_, "score"), self.job.score, rollout, self.graphs("train"), self.judge
         )
@@ -140,8 +140,8 @@ class Pipeline:
         """Turn the scores and maps of a round into signed weights."""
         from cast_engine.stages import build_advantages as stage
 
-        rollout = Dataset.open(self.layout.round(round_, "rollout"))
-        score = Dataset.open(self.layout.round(round_, "score"))
+        rollout = self._made("rollout", self.layout.round(round_, "rollout"))
+        score = self._made("score", self.layout.round(round_, "score"))
         path = self.layout.round(round_, "advantages")
         grid = (self.session.geometry.grid_h, self.session.geometry.grid_w)
         dataset, spec, worker = stage.plan(path, self.job, rollout, score, self.graphs("train"), grid)
@@ -201,7 +201,7 @@ class Pipeline:
         """Draw the held-out prompts and let the evaluation judge look at them."""
         from cast_engine.stages import evaluate as stage
 
-        graphs = Dataset.open(self.layout.graphs("evaluate"))
+        graphs = self._made("csg", self.layout.graphs("evaluate"))
         dataset, spec, worker = stage.plan(
             self.layout.evaluate(name),
             self.job,
@@ -233,6 +233,16 @@ class Pipeline:
         return self.job.rollout.num_steps or self.session.model.info.defaults.num_steps
 
     # ---- plumbing
+
+    def _made(self, stage: str, path: Path) -> Dataset:
+        """Open what an earlier stage made.
+
+        Raises:
+            UserError: it has not been run.
+        """
+        if not (path / "plan.json").exists():
+            raise UserError("not there", where=str(path), do=f"run `cast-engine {stage}` first")
+        return Dataset.open(path)
 
     def _carry_out(
         self,

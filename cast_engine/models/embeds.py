@@ -57,7 +57,7 @@ class EmbedCache:
                 embeds = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a mapping)
         except (OSError, SafetensorError) as exc:
             found = "no such embed" if not path.is_file() else f"not readable ({exc})"
-            raise DatasetError(found, where=str(path), do="delete it if it is there, and run rollout again") from exc
+            raise DatasetError(found, where=str(path), do="delete it if it is there, and run `cast-engine embed`") from exc
         if encoder != self.encoder_sha256 or not embeds:
             raise DatasetError(f"made by encoder {encoder}", where=str(path), expected=self.encoder_sha256)
         return cast("PromptEmbeds", embeds)
@@ -68,7 +68,7 @@ class EmbedCache:
             with self.path(prompt_id).open("rb") as f:
                 return hashlib.file_digest(f, "sha256").hexdigest()
         except OSError as exc:
-            raise DatasetError("no such embed", where=str(self.path(prompt_id)), do="run rollout again") from exc
+            raise DatasetError("no such embed", where=str(self.path(prompt_id)), do="run `cast-engine embed`") from exc
 
 
 def fill(model: ImageModel, cache: EmbedCache, prompts: Sequence[Prompt]) -> int:
