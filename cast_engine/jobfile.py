@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-def load_job(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
+def load_job(path: Path | None, overrides: Sequence[str] = (), *, base: JobConfig | None = None) -> JobConfig:
     """Read a job.
 
     Args:
         path: The YAML file, or ``None`` for the defaults of the schema.
         overrides: ``key.path=value`` items; the value is read as YAML, later ones win.
+        base: What to start from instead of a file.
 
     Returns:
         The checked job.
@@ -34,7 +35,8 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> JobConfig:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        merged = OmegaConf.merge(_read_yaml(path), *(_override(item) for item in overrides))
+        start = _read_yaml(path) if base is None else OmegaConf.create(base.model_dump(mode="json"))
+        merged = OmegaConf.merge(start, *(_override(item) for item in overrides))
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise UserError(str(error).splitlines()[0], where=_name(path)) from error

@@ -56,6 +56,13 @@ def test_errors_are_one_line_and_name_the_key(
     assert "\n" not in str(caught.value)
 
 
+def test_overrides_over_the_job_of_a_run(tmp_path: Path) -> None:
+    base = load_job(write(tmp_path, "rounds: 3\nscore: {layers: [1, 2]}\n"))
+    assert load_job(None, base=base) == base
+    job = load_job(None, ["rollout.batch_size=4"], base=base)
+    assert (job.rounds, job.score.layers, job.rollout.batch_size) == (3, (1, 2), 4)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         load_job(tmp_path / "none.yaml")

@@ -8,12 +8,15 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import ValidationError
+
 from cast_engine.errors import DatasetError, UserError
-from cast_engine.store.atomic import create_once, make_dir
+from cast_engine.store.atomic import at, create_once, make_dir
 from schemas.job import JobConfig, config_hash
 from schemas.records import SCHEMA_VERSION
 
 _locks: dict[Path, IO[str]] = {}
+REMEDY = "restore it, or start another run"
 HANDED_DOWN = "CAST_RUN_LOCK"
 """Environment variable that names the open file by which a command was handed its parent's hold on a run folder."""
 
@@ -57,10 +60,14 @@ def read_run(path: Path) -> JobConfig:
     """
     try:
         body = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError("no run.json", where=str(path.parent), expected="a run folder") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            "no run.json", where=str(path.parent), expected="a run folder", do="start it with a job file (--config)"
+        ) from None
     except json.JSONDecodeError as error:
-        raise DatasetError(f"not JSON ({error.msg})", where=str(path), do="restore it, or start another run") from error
+        raise DatasetError(f"not JSON ({error.msg})", where=str(path), do=REMEDY) from error
+    if not isinstance(body, dict):
+        raise DatasetError("not a JSON object", where=str(path), do=REMEDY)
     if body.get("schema_version") not in {SCHEMA_VERSION, SCHEMA_VERSION - 1}:
         raise DatasetError(
             f"schema version {body.get('schema_version')}",
@@ -68,7 +75,12 @@ def read_run(path: Path) -> JobConfig:
             expected=f"{SCHEMA_VERSION}",
             do="use the release that wrote it",
         )
-    return JobConfig.model_validate(body["config"])
+    try:
+        return JobConfig.model_validate(body.get("config"))
+    except ValidationError as error:
+        found = error.errors()[0]
+        key = ".".join(str(part) for part in found["loc"]) or "config"
+        raise DatasetError(f"{key}: {found['msg']}", where=str(path), do=REMEDY) from error
 
 
 def lock_run(root: Path) -> None:
@@ -77,8 +89,9 @@ def lock_run(root: Path) -> None:
     Raises:
         UserError: another process on this machine holds it.
     """
-    make_dir(root)
-    handle = (root / ".lock").open("a")
+    with at(root):
+        make_dir(root)
+        handle = (root / ".lock").open("a")
     if _is_handed_down(handle):
         return
     try:

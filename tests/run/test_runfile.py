@@ -36,6 +36,23 @@ def test_another_version_is_refused(tmp_path):
         read_run(path)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema_version": 1}', '{"schema_version": 1, "config": {"rounds": 0}}'])
+def test_a_damaged_run_file_is_one_line(tmp_path, text):
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(DatasetError, match="restore it, or start another run"):
+        read_run(path)
+
+
+def test_a_run_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(DatasetError, match=str(tmp_path / "file")):
+            lock_run(path)
+    with pytest.raises(UserError, match=r"no run\.json"):
+        read_run(tmp_path / "file" / "run.json")
+
+
 def test_one_command_at_a_time_but_for_those_it_starts(tmp_path):
     code = "import sys, pathlib; from cast_engine.run.runfile import lock_run; lock_run(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", code]
