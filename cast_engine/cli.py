@@ -23,7 +23,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-JobFile = Annotated[Path | None, typer.Option("--config", "-c", help="Job file (YAML).", show_default="the defaults")]
+JobFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="Job file (YAML).", show_default="the run folder's, or defaults")
+]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a field: key.path=value. Repeatable.")]
 RunFolder = Annotated[Path | None, typer.Option("--run", "--out", help="Run folder.", show_default="runs/NAME")]
 Round = Annotated[int, typer.Option("--round", min=0, help="Index of the round, from 0.")]
@@ -31,7 +33,7 @@ DatasetFolder = Annotated[Path, typer.Argument(help="Folder of a dataset, or a r
 
 
 def _pipeline(config: Path | None, overrides: list[str] | None, run: Path | None) -> Pipeline:
-    """Open the run folder of a job; without a job file, the job that the folder was made with."""
+    """Open the run folder of a job; without a job file, for the job that the folder was made with."""
     from cast_engine.pipeline import Pipeline
     from cast_engine.run.runfile import lock_run
 
@@ -44,8 +46,8 @@ def _job(config: Path | None, overrides: list[str] | None, run: Path | None) -> 
     from cast_engine.jobfile import load_job
     from cast_engine.run.runfile import read_run
 
-    if config is None and run is not None and (run / "run.json").exists() and not overrides:
-        return read_run(run / "run.json"), run
+    if config is None and run is not None:
+        return load_job(None, overrides or [], base=read_run(run / "run.json")), run
     job = load_job(config, overrides or [])
     return job, run or Path(job.out or f"runs/{job.name}")
 
@@ -163,13 +165,11 @@ def evaluate(
     config: JobFile = None,
     overrides: Overrides = None,
     run: RunFolder = None,
-    after: Annotated[int, typer.Option(help="Evaluate the adapter after so many rounds; 0 is the bare model.")] = 0,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="those of the job")] = None,
+    after: Annotated[int, typer.Option(min=0, help="Rounds of training behind the model; 0 is the bare one.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.", show_default="those of the job")] = None,
 ) -> None:
     """Draw the held-out prompts and judge them."""
-    pipeline = _pipeline(config, overrides, run)
-    name = pipeline.evaluation_name(after, steps)
-    pipeline.evaluate(name, num_steps=steps, adapter=pipeline.measured_adapter(after))
+    _pipeline(config, overrides, run).evaluate(after, steps)
 
 
 @app.command()
@@ -200,7 +200,7 @@ def compare(runs: Annotated[list[Path], typer.Argument(help="Run folders that di
 
     from cast_engine.stages.summarise import comparison_table, read
 
-    Console().print(comparison_table({r.name: read(r / "summary.json") for r in runs}))
+    Console().print(comparison_table({str(r): read(r / "summary.json") for r in runs}))
 
 
 @app.command()

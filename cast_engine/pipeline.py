@@ -19,6 +19,7 @@ from cast_engine.errors import UserError
 from cast_engine.run.console import record_timing, say
 from cast_engine.run.layout import RunLayout
 from cast_engine.run.runfile import hand_down, open_run
+from cast_engine.run.summary import BEFORE, DOUBLE
 from cast_engine.store import Dataset, write_file
 from schemas.graph import Prompt, SceneGraph
 from schemas.job import JobConfig
@@ -197,10 +198,16 @@ class Pipeline:
         average = None if adapter is None else adapter.with_name("ema.safetensors")
         return average if average is not None and average.exists() else adapter
 
-    def evaluate(self, name: str, *, num_steps: int | None = None, adapter: Path | None = None) -> None:
-        """Draw the held-out prompts and let the evaluation judge look at them."""
+    def evaluate(self, after: int = 0, steps: int | None = None) -> None:
+        """Draw the held-out prompts and let the evaluation judge look at them.
+
+        Args:
+            after: rounds of training behind the model; 0 is the bare model.
+            steps: denoising steps, None for those of the job.
+        """
         from cast_engine.stages import evaluate as stage
 
+        name, adapter = self._evaluation_name(after, steps), self.measured_adapter(after)
         graphs = self._made("csg", self.layout.graphs("evaluate"))
         dataset, spec, worker = stage.plan(
             self.layout.evaluate(name),
@@ -209,23 +216,17 @@ class Pipeline:
             self.graphs("evaluate"),
             self.session,
             self.evaluation_judge,
-            num_steps=num_steps or self.num_steps,
+            num_steps=steps or self.num_steps,
             adapter=adapter,
         )
         config = self.job.evaluate
         self._carry_out("evaluate", dataset, spec, worker=worker, workers=config.workers, label=f"evaluate {name}")
 
-    def evaluation_name(self, after: int, steps: int | None) -> str:
-        """Return the folder name of an evaluation, by the rounds before it and its denoising steps (None: the job's).
-
-        The untrained model at twice the steps has the name that the summary looks for.
-        """
-        from cast_engine.run.summary import BEFORE, DOUBLE
-
-        if not after and steps == 2 * self.num_steps:
-            return DOUBLE
+    def _evaluation_name(self, after: int, steps: int | None) -> str:
         name = f"round-{after:04d}" if after else BEFORE
-        return name if steps in {None, self.num_steps} else f"{name}-{steps}-steps"
+        if steps in {None, self.num_steps}:
+            return name
+        return DOUBLE if not after and steps == 2 * self.num_steps else f"{name}-{steps}-steps"
 
     @property
     def num_steps(self) -> int:
@@ -285,17 +286,16 @@ def run_job(job: JobConfig, root: Path) -> Path:
     pipeline.prompts()
     pipeline.csg()
     pipeline.embed()
-    pipeline.evaluate(pipeline.evaluation_name(0, None))
+    _carry_out(pipeline, "evaluate", job.evaluate.python, after=0)
     if job.evaluate.double_steps:
-        twice = 2 * pipeline.num_steps
-        pipeline.evaluate(pipeline.evaluation_name(0, twice), num_steps=twice)
+        _carry_out(pipeline, "evaluate", job.evaluate.python, after=0, steps=2 * pipeline.num_steps)
     for round_ in range(job.rounds):
-        _stage_or_other_python(pipeline, "rollout", round_, job.rollout.python)
-        _stage_or_other_python(pipeline, "score", round_, job.score.python)
-        _stage_or_other_python(pipeline, "build-advantages", round_, job.advantages.python)
-        _stage_or_other_python(pipeline, "train", round_, job.train.python)
+        _carry_out(pipeline, "rollout", job.rollout.python, round_=round_)
+        _carry_out(pipeline, "score", job.score.python, round_=round_)
+        _carry_out(pipeline, "build-advantages", job.advantages.python, round_=round_)
+        _carry_out(pipeline, "train", job.train.python, round_=round_)
         if _evaluated_after(job, round_):
-            pipeline.evaluate(pipeline.evaluation_name(round_ + 1, None), adapter=pipeline.measured_adapter(round_ + 1))
+            _carry_out(pipeline, "evaluate", job.evaluate.python, after=round_ + 1)
     summarise.write(pipeline.layout, job)
     report.write(pipeline.layout, job)
     return pipeline.layout.summary
@@ -306,12 +306,14 @@ def _evaluated_after(job: JobConfig, round_: int) -> bool:
     return round_ + 1 == job.rounds or (every is not None and (round_ + 1) % every == 0)
 
 
-def _stage_or_other_python(pipeline: Pipeline, stage: str, round_: int, python: str | None) -> None:
+def _carry_out(pipeline: Pipeline, stage: str, python: str | None, **options: int) -> None:
     """Run a stage here, or by the interpreter that the job names for it: stages meet on disk, so either will do."""
     if python is None:
-        getattr(pipeline, stage.replace("-", "_"))(round_)
+        getattr(pipeline, stage.replace("-", "_"))(**options)
         return
-    command = [python, "-m", "cast_engine", stage, "--run", str(pipeline.layout.root), "--round", str(round_)]
+    command = [python, "-m", "cast_engine", stage, "--run", str(pipeline.layout.root)]
+    for name, value in options.items():
+        command += [f"--{name.rstrip('_')}", str(value)]
     fds, env = hand_down(pipeline.layout.root)
     code = subprocess.run(command, check=False, pass_fds=fds, env=env).returncode
     if code:

@@ -57,7 +57,9 @@ class EmbedCache:
                 embeds = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a mapping)
         except (OSError, SafetensorError) as exc:
             found = "no such embed" if not path.is_file() else f"not readable ({exc})"
-            raise DatasetError(found, where=str(path), do="delete it if it is there, and run `cast-engine embed`") from exc
+            raise DatasetError(
+                found, where=str(path), do="delete it if it is there, and run `cast-engine embed`"
+            ) from exc
         if encoder != self.encoder_sha256 or not embeds:
             raise DatasetError(f"made by encoder {encoder}", where=str(path), expected=self.encoder_sha256)
         return cast("PromptEmbeds", embeds)
