@@ -92,7 +92,8 @@ def sample(
         guidance: One for all, or one per image.
         window: Contiguous step indices as :func:`sde.window_steps` gives them; empty for evaluation.
         dynamics: The SDE inside the window.
-        noise_level: Its ``a``.
+        noise_level: Its ``a``; at 0 every step is an ODE step, as in the stock pipeline. The window's latents are kept
+            all the same, and ``logp_old`` is 0: a step without noise has no log-prob, and training refuses it.
         latent_dtype: Storage dtype.
 
     Raises:
@@ -105,12 +106,15 @@ def sample(
     x = torch.stack([model.initial_noise(seed, geometry) for seed in initial_seeds or seeds]).to(model.device)
     with merged(model.transformer):
         for i in range(len(sigmas) - 1):
-            if i not in window:
+            if window and i == window[0]:
+                x = _keep(x, latent_dtype, kept)
+            if i not in window or noise_level == 0:
                 v = model.velocity(x, sigmas[i].expand(len(seeds)), condition, scale)
                 x = sde.ode_step(x, v, sigmas, i)
+                if i in window:
+                    x = _keep(x, latent_dtype, kept)
+                    log_probs.append(torch.zeros(len(seeds), geometry.positions))
                 continue
-            if i == window[0]:
-                x = _keep(x, latent_dtype, kept)
             mean, std = _step(model, condition, x, [i] * len(seeds), sigmas, dynamics, noise_level, scale)
             z = torch.stack([noise.step_noise(seed, i, (geometry.positions, geometry.channels)) for seed in seeds])
             x = _keep(mean + std * z.to(model.device), latent_dtype, kept)
