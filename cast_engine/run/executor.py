@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cast_engine.errors import FailuresError, Interrupted
 from cast_engine.run.console import progress, say
-from cast_engine.run.pool import Worker, WorkerSpec, run_pool, set_threads
+from cast_engine.run.pool import Worker, WorkerSpec, run_pool, threads
 from cast_engine.store import Dataset, ShardPlan
 from schemas.records import Status
 
@@ -119,9 +119,9 @@ def _in_process(
     worker: Worker | None,
     advance: Callable[[int], None],
 ) -> None:
-    set_threads(spec.threads)
-    if worker is None:
-        worker = spec.factory(**spec.kwargs)
-    for shard in todo:
-        dataset.commit(shard.shard_id, worker.run(shard))
-        advance(len(shard.keys))
+    with threads(spec.threads):
+        if worker is None:
+            worker = spec.factory(**spec.kwargs)
+        for shard in todo:
+            dataset.commit(shard.shard_id, worker.run(shard))
+            advance(len(shard.keys))

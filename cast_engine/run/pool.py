@@ -13,8 +13,8 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,12 +43,23 @@ class WorkerSpec:
     """Environment of each worker process, e.g. one CUDA device each."""
 
 
-def set_threads(threads: int | None) -> None:
-    """Fix torch's intra-op threads (bit-equality between runs needs equal threads)."""
-    if threads is not None:
-        import torch
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Use so many of torch's intra-op threads inside a ``with`` block; ``None`` changes nothing.
 
-        torch.set_num_threads(threads)
+    Bit-equality between runs needs equal threads, so a stage's number must not stay for the next stage.
+    """
+    if count is None:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass
@@ -161,8 +172,11 @@ def _serve(pipe: Any, path: str, spec: WorkerSpec, env: dict[str, str]) -> None:
     """Body of a worker process: shards in, receipts (None or an error) out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(env)
-    set_threads(spec.threads)
-    dataset = Dataset.open(Path(path))
+    with threads(spec.threads):
+        _work(pipe, Dataset.open(Path(path)), spec)
+
+
+def _work(pipe: Any, dataset: Dataset, spec: WorkerSpec) -> None:
     worker: Worker | None = None
     while (shard := _next(pipe)) is not None:
         try:

@@ -5,6 +5,7 @@ import signal
 import threading
 
 import pytest
+import torch
 
 from cast_engine.errors import FailuresError, Interrupted, UserError
 from cast_engine.run.executor import carry_out, stoppable
@@ -77,6 +78,13 @@ def test_failed_samples_above_the_share_end_the_stage_but_stay_committed(dataset
     assert dataset.todo() == []
     carry_out(dataset, WorkerSpec(FailingSamples), label="test", max_bad_frac=0.5)
     assert dataset.sealed
+
+
+def test_threads_of_a_stage_are_not_those_of_the_next(dataset, tmp_path):
+    before = torch.get_num_threads()
+    made = spec(tmp_path)
+    carry_out(dataset, WorkerSpec(made.factory, made.kwargs, threads=before + 1), label="test")
+    assert torch.get_num_threads() == before
 
 
 def test_sigterm_becomes_interrupted(dataset, tmp_path):
