@@ -31,10 +31,14 @@ def stock():
 
 
 @pytest.fixture
-def with_adapter(stock, finished, caplog):
+def with_adapter(finished, caplog):
     """The same with the adapter of the last round's evaluation, loaded by diffusers' own loader."""
+    from diffusers import Flux2Pipeline
+
+    pipe = Flux2Pipeline.from_pretrained(FOLDER)  # of its own: unloading leaves other kernels behind
+    pipe.set_progress_bar_config(disable=True)
     with caplog.at_level(logging.WARNING):
-        stock.load_lora_weights(finished / "rounds/0001/train/ema.safetensors")
+        pipe.load_lora_weights(finished / "rounds/0001/train/ema.safetensors")
     assert not caplog.records, "the loader had something to say"
     return stock
 
