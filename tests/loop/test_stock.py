@@ -40,7 +40,7 @@ def with_adapter(finished, caplog):
     with caplog.at_level(logging.WARNING):
         pipe.load_lora_weights(finished / "rounds/0001/train/ema.safetensors")
     assert not caplog.records, "the loader had something to say"
-    return stock
+    return pipe
 
 
 def evaluated(root, name):
