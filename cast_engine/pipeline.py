@@ -107,6 +107,22 @@ class Pipeline:
             record_timing(self.layout.timings, stage="embed", round_=None, seconds=seconds, samples=count)
             say(f"embed: {count} prompts in {seconds:.1f} s")
 
+    def check(self) -> None:
+        """Refuse now what would stop the run only after the first evaluation, which may take hours.
+
+        Raises:
+            UserError: a judge that is not there, a window that does not fit the steps, too few prompts for a round, or
+                adapter targets that match nothing.
+        """
+        from cast_engine.judges.load import check_judge
+        from cast_engine.stages import rollout
+
+        if self.job.score.python is None:
+            check_judge(self.job.score)
+        rollout.check(self.job, self.session, len(self.graphs("train")))
+        if self.job.train.lora.targets is not None:
+            self.session.check_targets(self.job.train.lora.targets)
+
     # ---- one round
 
     def rollout(self, round_: int) -> None:
@@ -158,8 +174,8 @@ class Pipeline:
         try:
             done = train_round(
                 self.job,
-                rollout=self.layout.round(round_, "rollout"),
-                advantages=self.layout.round(round_, "advantages"),
+                rollout=self._made("rollout", self.layout.round(round_, "rollout")).path,
+                advantages=self._made("build-advantages", self.layout.round(round_, "advantages")).path,
                 embeds=self.layout.embeds,
                 out=self.layout.round(round_, "train"),
                 start=self.layout.round(round_ - 1, "train") if round_ else None,
@@ -286,6 +302,7 @@ def run_job(job: JobConfig, root: Path) -> Path:
     pipeline.prompts()
     pipeline.csg()
     pipeline.embed()
+    pipeline.check()
     _carry_out(pipeline, "evaluate", job.evaluate.python, after=0)
     if job.evaluate.double_steps:
         _carry_out(pipeline, "evaluate", job.evaluate.python, after=0, steps=2 * pipeline.num_steps)

@@ -41,13 +41,25 @@ def load_judge(config: ScoreConfig) -> Judge:
     return _own(config)
 
 
-def _own(config: ScoreConfig) -> Judge:
+def check_judge(config: ScoreConfig) -> None:
+    """Refuse a judge that is not there (UserError as :func:`load_judge`), without loading its weights."""
+    if config.judge == "hf":
+        resolve(config.model)
+    elif config.judge != "exact":
+        _find_own(config)
+
+
+def _find_own(config: ScoreConfig) -> Any:
     module_name, _, class_name = config.judge.partition(":")
     if not module_name or not class_name:
         raise UserError(
             f"no judge {config.judge!r}", where="score.judge", expected='"hf", "exact" or "package.module:Class"'
         )
-    made = _find(module_name, class_name, config.judge)(config)
+    return _find(module_name, class_name, config.judge)
+
+
+def _own(config: ScoreConfig) -> Judge:
+    made = _find_own(config)(config)
     missing = [name for name in ("name", "model_sha256") if not isinstance(getattr(made, name, None), str)]
     if not callable(getattr(made, "score", None)):
         missing.append("score")

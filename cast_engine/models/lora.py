@@ -76,8 +76,22 @@ def add_lora(
     Raises:
         UserError: A target matches nothing, or something that is no linear layer, or a block is left without adapter.
     """
-    matched = _match(transformer, config.targets or targets)
+    matched, per_block = census(transformer, config.targets or targets, blocks)
     layers = sorted({name for names in matched.values() for name in names})
+    _inject(transformer, layers, config.rank, config.alpha)
+    _initialise(transformer, config, seed)
+    size = sum(p.numel() for p in lora_parameters(transformer).values())
+    return AdapterReport({pattern: len(names) for pattern, names in matched.items()}, per_block, size)
+
+
+def census(transformer: nn.Module, targets: str, blocks: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Return the layers that each target matches, and how many of them each block has.
+
+    Raises:
+        UserError: As :func:`add_lora`.
+    """
+    matched = _match(transformer, targets)
+    layers = {name for names in matched.values() for name in names}
     per_block = {block: sum(name.startswith(f"{block}.") for name in layers) for block in blocks}
     bare = [block for block, count in per_block.items() if not count]
     if bare:
@@ -87,10 +101,7 @@ def add_lora(
             expected="targets in every block",
             do="leave train.lora.targets out for the model's own list",
         )
-    _inject(transformer, layers, config.rank, config.alpha)
-    _initialise(transformer, config, seed)
-    size = sum(p.numel() for p in lora_parameters(transformer).values())
-    return AdapterReport({pattern: len(names) for pattern, names in matched.items()}, per_block, size)
+    return matched, per_block
 
 
 def _match(transformer: nn.Module, expression: str) -> dict[str, list[str]]:

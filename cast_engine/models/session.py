@@ -97,6 +97,12 @@ class ImageSession:
         self.adapter_sha256 = "" if adapter is None else lora.adapter_sha256(adapter)
         self._adapter, self._in_place = adapter, False
 
+    def check_targets(self, targets: str) -> None:
+        """Refuse targets of an adapter that match nothing or leave a block without one (UserError)."""
+        self.model.load_denoiser()
+        assert self.model.transformer is not None, "load_denoiser was called"
+        lora.census(self.model.transformer, targets, self.model.lora_blocks())
+
     def draw(self, request: DrawRequest) -> Drawn:
         """Draw and decode a batch of images with the adapter in use.
 

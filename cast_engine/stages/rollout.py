@@ -191,6 +191,13 @@ def plan(
     return dataset, spec, RolloutWorker(**kwargs, session=session)
 
 
+def check(job: JobConfig, session: ImageSession, prompt_count: int) -> None:
+    """Refuse a window that does not fit the steps, or a round of more prompts than there are (UserError)."""
+    config = job.rollout
+    window_steps(config.window.start, config.window.length, config.num_steps or session.model.info.defaults.num_steps)
+    round_prompts([str(i) for i in range(prompt_count)], seed=job.seed, round_=0, count=config.prompts_per_round)
+
+
 def describe(job: JobConfig, session: ImageSession, prompt_count: int) -> str:
     """Return what `--dry-run` prints: the plan's size, and for every step its noise and what the SDE adds."""
     config, num_steps = job.rollout, job.rollout.num_steps or session.model.info.defaults.num_steps
