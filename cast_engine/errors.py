@@ -86,7 +86,7 @@ def handle_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         _leave("interrupted; run the same command again to go on", ExitCode.INTERRUPTED)
     except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             traceback.print_exc()
             raise SystemExit(int(ExitCode.BUG)) from error
         _leave(f"no space left for {error.filename or 'the output'}; what is committed stays valid", ExitCode.NO_SPACE)

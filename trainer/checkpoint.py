@@ -156,18 +156,36 @@ def save(path: Path, state: TrainState, content: Content) -> TrainState:
 
     Raises:
         CastError: What was read back is not what was to be written, or an adapter that never learned.
+        NoSpaceError: The disk is full; nothing of this checkpoint is left.
     """
     aside = path.parent / f".{path.name}.tmp"
     if aside.exists():
         shutil.rmtree(aside)
-    aside.mkdir(parents=True)
+    try:
+        with atomic.at(path):
+            aside.mkdir(parents=True)
+            done = _write(aside, state, content)
+            aside.rename(path)
+            _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)  # on a full disk it would only be in the way
+        raise
+    atomic.crash("checkpoint.renamed")
+    return done
+
+
+def _write(aside: Path, state: TrainState, content: Content) -> TrainState:
+    """Write the files of a checkpoint, the state last, and return it."""
     adapter_sha256 = lora.save_lora(content.transformer, aside / ADAPTER)
     _check_adapter(aside / ADAPTER, content.parameters, learned=any(n > 0 for n in state.gradient_norms))
     if content.shadow is not None:
         lora.save_lora(content.transformer, aside / EMA, content.shadow)
         _check_adapter(aside / EMA, content.shadow, learned=False)
     moments = optimizer_tensors(content.parameters, content.optimizer)
-    save_file(moments, aside / OPTIMIZER)
+    try:
+        save_file(moments, aside / OPTIMIZER)
+    except SafetensorError as error:
+        raise atomic.os_error(error) from error
     _check_equal(aside / OPTIMIZER, moments)
     write_rows(aside / METRICS, content.rows)
     files = {name: sha256(aside / name) for name in (ADAPTER, EMA, OPTIMIZER) if (aside / name).exists()}
@@ -175,9 +193,6 @@ def save(path: Path, state: TrainState, content: Content) -> TrainState:
         _sync(aside / name)
     done = state.model_copy(update={"files": files, "adapter_sha256": adapter_sha256})
     atomic.write_file(aside / STATE, (done.model_dump_json(indent=1) + "\n").encode(), point="checkpoint")
-    aside.rename(path)
-    _sync(path.parent)
-    atomic.crash("checkpoint.renamed")
     return done
 
 

@@ -6,7 +6,6 @@ alpha in the metadata, so that ``pipe.load_lora_weights(FILE)`` applies it with 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -269,8 +268,7 @@ def save_lora(transformer: nn.Module, file: Path, values: Mapping[str, Tensor] |
             digest = _settle(part)
             part.replace(file)
         except SafetensorError as exc:  # how the library reports a full disk
-            full = "no space" in str(exc).lower()
-            raise OSError(errno.ENOSPC if full else errno.EIO, str(exc)) from exc
+            raise atomic.os_error(exc) from exc
         finally:
             part.unlink(missing_ok=True)
         atomic.sync_dir(file.parent)

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import signal
 from collections.abc import Iterator
@@ -55,6 +56,12 @@ def at(where: Path | str) -> Iterator[None]:
         raise DatasetError(
             str(err.strerror or err), where=path, do="check the file system and run the same command again"
         ) from err
+
+
+def os_error(error: Exception) -> OSError:
+    """Return the error of the file system behind one of a library that only tells it in words (safetensors does)."""
+    found = re.search(r"os error (\d+)", str(error))
+    return OSError(int(found[1]) if found else errno.EIO, str(error))
 
 
 def sync_dir(path: Path) -> None:
