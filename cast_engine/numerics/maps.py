@@ -105,14 +105,15 @@ def blame_found(maps: Tensor, found: Tensor) -> Tensor:
     """Replace the maps of absent things by the mean map of those that are there.
 
     Args:
-        maps: [K, gh, gw] of one image, each with mean one.
+        maps: [K, gh, gw] of one image, each with mean one; cells that are no weight (NaN, infinite, negative) count as
+            0, in the maps of absent things not at all.
         found: [K] bool: what the atom is about is in the image.
 
     Returns:
         [K, gh, gw] float64; uniform maps for the absent ones if nothing is there.
     """
     m = maps.to(torch.float64)
-    there = m[found].mean(dim=0) if bool(found.any()) else torch.ones_like(m[0])
+    there = clean(m[found])[0].mean(dim=0) if bool(found.any()) else torch.ones_like(m[0])
     return torch.where(found[:, None, None], m, there)
 
 

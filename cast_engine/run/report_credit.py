@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from cast_engine.errors import DatasetError
-from cast_engine.numerics.maps import Prepared, prepare
+from cast_engine.run.credit_maps import credit_maps
 from cast_engine.run.layout import RunLayout
 from cast_engine.run.report_data import Notes, sealed
 from cast_engine.run.report_images import Grid, Pixels, cell_centre, data_uri, overlay
 from cast_engine.store.codec import decode_png
 from cast_engine.store.dataset import Dataset
 from cast_engine.store.reader import Reader
-from schemas.job import AdvantageConfig, JobConfig
+from schemas.graph import SceneGraph
+from schemas.job import JobConfig
 from schemas.records import split_key
 
 BYTES = 5_000_000
@@ -115,6 +116,7 @@ class _Source:
         made = Dataset.open(path) if sealed(path) else None
         self.advantages: Reader | None = made.reader() if made else None
         self.grid: tuple[int, int] | None = _grid(made.config) if made else None
+        self._graphs = Dataset.open(layout.graphs("train")).reader()
         self.groups: dict[str, list[str]] = {}
         for key in self.scores.keys():  # noqa: SIM118
             self.groups.setdefault(split_key(key).prompt_id, []).append(key)
@@ -123,6 +125,10 @@ class _Source:
         """Return the mean score of an image (0 if none is known)."""
         value = self.scores.row(key)["reward"]
         return 0.0 if value is None or math.isnan(value) else float(value)
+
+    def graph(self, key: str) -> SceneGraph:
+        """Return the scene graph of an image's prompt."""
+        return SceneGraph.model_validate_json(self._graphs.read(split_key(key).prompt_id)["graph.json"])
 
     def choose(self, count: int) -> list[str]:
         """Return the images with the highest and lowest reward of the groups with the largest difference."""
@@ -142,7 +148,7 @@ class _Source:
         weighed = self.advantages.tensors(key) if self.advantages and key in self.advantages else None
         positions = len(weighed["weight"]) if weighed else self.rollout.tensors(key)["final_latent"].shape[0]
         grid = self.grid or guess_grid(positions, pixels.shape[0] / pixels.shape[1])
-        prepared = _prepare(tensors, grid, self.config)
+        prepared = credit_maps(tensors, self.graph(key), grid, self.config)
         group = self.groups[split_key(key).prompt_id]
         peak = float(prepared.maps.max()) if prepared.maps.numel() else 1.0
         high = max(2.0, peak)
@@ -194,19 +200,6 @@ class _Source:
             peak=peak,
             uniform=uniform,
         )
-
-
-def _prepare(tensors: Mapping[str, torch.Tensor], grid: tuple[int, int], config: AdvantageConfig) -> Prepared:
-    """Prepare the maps as `build-advantages` did."""
-    return prepare(
-        tensors["maps"],
-        grid,
-        neutral=tensors["neutral"] if config.neutral else None,
-        blurred=config.blur,
-        percentile_cap=config.percentile_cap,
-        map_max=config.map_max,
-        share=config.map_blend,
-    )
 
 
 def _weight(pixels: Pixels, values: Grid) -> Weight:

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from cast_engine.numerics.advantages import gate
 from cast_engine.numerics.credit import GroupCredit, signed_weight
-from cast_engine.numerics.maps import Prepared, blame_found, prepare
+from cast_engine.numerics.maps import Prepared
+from cast_engine.run.credit_maps import credit_maps
 from cast_engine.run.pool import WorkerSpec
 from cast_engine.store import Dataset, Reader, Sample, ShardPlan, encode_json, encode_tensors
 from schemas.graph import Atom, SceneGraph
 from schemas.job import AdvantageConfig, JobConfig
 from schemas.records import AdvantageMeta, Status, split_key
-
-FOUND = 0.5
-"""Probability of its object question from which on a thing counts as there."""
 
 
 @dataclass
@@ -52,7 +50,7 @@ class AdvantageWorker:
         scores = torch.stack([t["scores"] for t in tensors]).double()
         if self.config.dependency == "gate":
             scores = _gated(scores, graph)
-        prepared = [self._maps(t, graph) for t in tensors]
+        prepared = [credit_maps(t, graph, self.grid, self.config) for t in tensors]
         credit = signed_weight(
             self.config.credit,
             scores,
@@ -72,20 +70,6 @@ class AdvantageWorker:
 
     def _weight(self, atom: Atom) -> float:
         return atom.weight * self.config.kind_weights.get(atom.kind, 1.0)
-
-    def _maps(self, tensors: dict[str, Tensor], graph: SceneGraph) -> Prepared:
-        config, maps = self.config, tensors["maps"]
-        if config.absent == "found":
-            maps = blame_found(maps, _found(tensors["scores"], graph))
-        return prepare(
-            maps,
-            self.grid,
-            neutral=tensors["neutral"] if config.neutral else None,
-            blurred=config.blur,
-            percentile_cap=config.percentile_cap,
-            map_max=config.map_max,
-            share=config.map_blend,
-        )
 
     def _sample(
         self, graph: SceneGraph, key: str, scores: Tensor, maps: Prepared, credit: GroupCredit, i: int
@@ -111,12 +95,6 @@ class AdvantageWorker:
         }
         data = encode_tensors({"weight": weight, "advantage": credit.advantage[i].float()})
         return Sample(key, {"advantage.safetensors": data, "meta.json": encode_json(meta.model_dump())}, row)
-
-
-def _found(scores: Tensor, graph: SceneGraph) -> Tensor:
-    """Return [K] bool: the judge sees what the atom is about. Object atoms speak for all atoms of their nodes."""
-    there = {a.nodes[0]: not float(s) < FOUND for a, s in zip(graph.atoms, scores, strict=True) if a.kind == "object"}
-    return torch.tensor([any(there.get(n, True) for n in a.nodes) for a in graph.atoms])
 
 
 def _gated(scores: Tensor, graph: SceneGraph) -> Tensor:
