@@ -56,7 +56,7 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def progress(label: str, total: int, *, done: int = 0, unit: str = "images", quiet: bool = False) -> Iterator[Progress]:
+def progress(label: str, total: int, *, done: int = 0, unit: str = "images") -> Iterator[Progress]:
     """Show the progress of a stage; ``done`` samples were there before.
 
     Args:
@@ -64,13 +64,12 @@ def progress(label: str, total: int, *, done: int = 0, unit: str = "images", qui
         total: samples planned.
         done: samples that an earlier run finished.
         unit: what is counted.
-        quiet: show a bar that vanishes, and no closing line.
     """
     if not sys.stderr.isatty():
         plain = _Plain(label, total - done)
         started = time.monotonic()
         yield plain
-        if not quiet and plain.done:
+        if plain.done:
             seconds = time.monotonic() - started
             say(f"{label}: {plain.done} {unit} in {seconds:.1f} s ({plain.done / max(seconds, 1e-9):.1f}/s)")
         return
@@ -85,7 +84,7 @@ def progress(label: str, total: int, *, done: int = 0, unit: str = "images", qui
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    with RichProgress(*columns, console=Console(stderr=True), transient=quiet) as bar:
+    with RichProgress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=total, completed=done, rate="")
         started, shown = time.monotonic(), _Bar(bar, task)
 

@@ -37,7 +37,6 @@ def carry_out(
     workers: int = 1,
     worker: Worker | None = None,
     max_bad_frac: float = 0.0,
-    quiet: bool = False,
 ) -> Outcome:
     """Do every open shard of a dataset, then seal it. A sealed dataset costs nothing.
 
@@ -49,7 +48,6 @@ def carry_out(
         workers: processes; 1 works in this one.
         worker: a worker that is loaded already (only used in this process).
         max_bad_frac: share of samples that may fail before the stage ends with ``FailuresError``.
-        quiet: no closing line.
 
     Raises:
         FailuresError: too many failed samples, or a shard that failed ``MAX_ATTEMPTS`` times.
@@ -62,7 +60,7 @@ def carry_out(
     open_samples = sum(len(s.keys) for s in todo)
     started = time.monotonic()
     if todo:
-        with progress(label, total, done=total - open_samples, unit=unit, quiet=quiet) as bar:
+        with progress(label, total, done=total - open_samples, unit=unit) as bar:
             if workers <= 1:
                 _in_process(dataset, spec, todo, worker, bar.advance)
             else:
