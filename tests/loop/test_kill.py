@@ -96,15 +96,3 @@ def test_asked_to_stop(job, finished, nursery, tmp_path):
         assert_nothing_damaged(root)
     assert nursery.engine(*command).code == 0
     assert_equal_runs(root, finished)
-
-
-def test_two_processes_on_one_run_folder(job, nursery, tmp_path):
-    root = tmp_path / "run"
-    running = nursery.start("cast-engine", "run", job, "--out", root)
-    wait_for((root / "run.json").exists)
-    second = nursery.engine("run", job, "--out", root)
-    running.send(signal.SIGKILL)
-    assert running.wait().code == KILLED
-    assert second.code == 2
-    assert "another process is working on this run" in second.error
-    assert nursery.engine("prompts", "--run", root).code == 0
