@@ -28,7 +28,7 @@ def spec(tmp_path, **kwargs):
 
 
 def attempts(tmp_path):
-    return {p.name: int(p.read_text()) for p in (tmp_path / "attempts").iterdir()}
+    return {p.name: int(p.read_text() or 0) for p in (tmp_path / "attempts").iterdir()}
 
 
 @pytest.mark.parametrize("workers", [1, 3])
