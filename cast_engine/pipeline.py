@@ -11,12 +11,13 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cast_engine.errors import UserError
-from cast_engine.run.console import record_timing, say
+from cast_engine.run.console import progress, record_timing, say
 from cast_engine.run.layout import RunLayout
 from cast_engine.run.runfile import hand_down, open_run
 from cast_engine.run.summary import BEFORE, DOUBLE
@@ -100,12 +101,14 @@ class Pipeline:
     def embed(self) -> None:
         """Encode every prompt of the plan, so that the text encoder never has to come back."""
         graphs = [g for split in ("train", "evaluate") for g in self.graphs(split).values()]
+        todo = self.session.not_encoded([Prompt(prompt_id=g.prompt_id, text=g.prompt) for g in graphs])
+        if not todo:
+            return
         started = time.monotonic()
-        count = self.session.encode([Prompt(prompt_id=g.prompt_id, text=g.prompt) for g in graphs])
-        if count:
-            seconds = time.monotonic() - started
-            record_timing(self.layout.timings, stage="embed", round_=None, seconds=seconds, samples=count)
-            say(f"embed: {count} prompts in {seconds:.1f} s")
+        with progress("embed", len(todo), unit="prompts") as bar:
+            self.session.encode(todo, bar.advance)
+        seconds = time.monotonic() - started
+        record_timing(self.layout.timings, stage="embed", round_=None, seconds=seconds, samples=len(todo))
 
     def check(self) -> None:
         """Refuse now what would stop the run only after the first evaluation, which may take hours.
@@ -171,17 +174,24 @@ class Pipeline:
 
         started = time.monotonic()
         images = self.job.rollout.prompts_per_round * self.job.rollout.group_size
+        out = self.layout.round(round_, "train")
         try:
-            done = train_round(
-                self.job,
-                rollout=self._made("rollout", self.layout.round(round_, "rollout")).path,
-                advantages=self._made("build-advantages", self.layout.round(round_, "advantages")).path,
-                embeds=self.layout.embeds,
-                out=self.layout.round(round_, "train"),
-                start=self.layout.round(round_ - 1, "train") if round_ else None,
-                round_=round_,
-                model=self.session.model,
-            )
+            with ExitStack() as stack:
+                bar = None
+                if not out.exists():
+                    total = images * self.job.train.epochs_per_round
+                    bar = stack.enter_context(progress(f"round {round_} train", total))
+                done = train_round(
+                    self.job,
+                    rollout=self._made("rollout", self.layout.round(round_, "rollout")).path,
+                    advantages=self._made("build-advantages", self.layout.round(round_, "advantages")).path,
+                    embeds=self.layout.embeds,
+                    out=out,
+                    start=self.layout.round(round_ - 1, "train") if round_ else None,
+                    round_=round_,
+                    model=self.session.model,
+                    advance=bar.advance if bar else lambda _: None,
+                )
         except TrainingStopped as stopped:
             why = {"round": round_, "reason": stopped.reason, "message": str(stopped)}
             write_file(self.layout.stopped, (json.dumps(why, indent=1) + "\n").encode())

@@ -89,12 +89,13 @@ def train_round(
     accelerator: Accelerator | None = None,
     log: Callable[[str], None] = say,
     stop: Callable[[], bool] = lambda: False,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> RoundSummary:
     """Train one round and write its checkpoint directory.
 
     Everything starts from files: a model that stays loaded between rounds gives the same checkpoint as one that was
     just loaded. Called again after a kill it goes on after the last update that was saved; called again after the end
-    it does nothing. The model is left with the new adapter on it.
+    it does nothing. After training the model is left with the new adapter on it.
 
     Args:
         job: The job; its train section, seed and number of rounds are used.
@@ -109,6 +110,7 @@ def train_round(
         accelerator: For several processes, or ``None``.
         log: Takes lines for people.
         stop: Asked after every update; true saves and raises ``Interrupted``.
+        advance: Told after every update how many images it took.
 
     Raises:
         UserError: Inputs that do not belong together (stale rollouts, another model, another config in ``out``).
@@ -130,19 +132,8 @@ def train_round(
     with _threads(config.threads):
         session = _Session(model, config, paths, first, data, Processes(accelerator), log)
         with _checkpointing(session.adapter.transformer, on=config.gradient_checkpointing):
-            session.run(stop)
-        state = session.finish()
-    return RoundSummary(
-        out,
-        state,
-        session.rows,
-        images=len(data.keys),
-        dropped=data.dropped,
-        elements=session.replayer.geometry.elements,
-        clip_range=session.replayer.clip_range,
-        resumed_at=session.resumed_at,
-        seconds=time.monotonic() - began,
-    )
+            session.run(stop, advance)
+        return session.finish(began)
 
 
 def _already_done(out: Path, first: TrainState) -> RoundSummary:
@@ -239,14 +230,16 @@ class _Session:
 
     # ---- updates --------------------------------------------------------------------------------------------------
 
-    def run(self, stop: Callable[[], bool]) -> None:
+    def run(self, stop: Callable[[], bool], advance: Callable[[int], None]) -> None:
         """Make the updates that are left."""
         if self.resumed_at:
             self.log(f"{self.name}: goes on after update {self.resumed_at} of {len(self.plan)}")
+            advance(sum(len(keys) for keys in self.plan[: self.resumed_at]))
         else:
             self._check_start()
         for index in range(self.resumed_at, len(self.plan)):
             self._update(index)
+            advance(len(self.plan[index]))
             if index + 1 == len(self.plan):
                 return
             due = time.monotonic() - self.saved_at >= self.config.checkpoint_seconds
@@ -329,12 +322,22 @@ class _Session:
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
-    def finish(self) -> TrainState:
-        """Write the round's checkpoint and drop those on the way to it."""
+    def finish(self, began: float) -> RoundSummary:
+        """Write the round's checkpoint, drop those on the way to it, and say what was done since ``began``."""
         state = self._save(self.out)
         if self.processes.main and self.partial.exists():
             shutil.rmtree(self.partial)
-        return state
+        return RoundSummary(
+            self.out,
+            state,
+            self.rows,
+            images=len(self.data.keys),
+            dropped=self.data.dropped,
+            elements=self.replayer.geometry.elements,
+            clip_range=self.replayer.clip_range,
+            resumed_at=self.resumed_at,
+            seconds=time.monotonic() - began,
+        )
 
     def _save_partial(self) -> None:
         folder = self.partial / f"{self.state.round_update:06d}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -73,11 +73,16 @@ class EmbedCache:
             raise DatasetError("no such embed", where=str(self.path(prompt_id)), do="run `cast-engine embed`") from exc
 
 
-def fill(model: ImageModel, cache: EmbedCache, prompts: Sequence[Prompt]) -> int:
+def fill(
+    model: ImageModel,
+    cache: EmbedCache,
+    prompts: Sequence[Prompt],
+    advance: Callable[[int], None] = lambda _: None,
+) -> int:
     """Encode the prompts that have no embed yet; return how many.
 
     The text encoder is loaded only if there are any, and is gone again on return. One prompt is in memory at a time,
-    and a killed run goes on where it stopped.
+    and a killed run goes on where it stopped. ``advance`` is told of every prompt that is done.
 
     Raises:
         UserError: A prompt is too long for the encoder; it is named.
@@ -91,6 +96,7 @@ def fill(model: ImageModel, cache: EmbedCache, prompts: Sequence[Prompt]) -> int
     try:
         for prompt in todo:
             cache.put(prompt.prompt_id, model.encode([prompt.text])[0])
+            advance(1)
     finally:
         model.free_text_encoder()
     return len(todo)

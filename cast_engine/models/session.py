@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,9 +78,13 @@ class ImageSession:
         self._adapter: Path | None = None
         self._in_place = False
 
-    def encode(self, prompts: Sequence[Prompt]) -> int:
-        """Encode the prompts that have no embed yet, then drop the text encoder; return how many."""
-        return fill(self.model, self._cache, prompts)
+    def not_encoded(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts that have no embed yet."""
+        return self._cache.missing(prompts)
+
+    def encode(self, prompts: Sequence[Prompt], advance: Callable[[int], None]) -> None:
+        """Encode the prompts that have no embed yet, then drop the text encoder; ``advance`` counts them."""
+        fill(self.model, self._cache, prompts, advance)
 
     def embed_sha256(self, prompt_id: str) -> str:
         """Return the hash of a prompt's embed (DatasetError if there is none)."""

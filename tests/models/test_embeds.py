@@ -46,7 +46,9 @@ def test_a_second_run_skips_what_is_done_and_loads_nothing(tmp_path):
     again = FakeModel()
     assert fill(again, cache, prompts(3)) == 0
     assert again.log == []
-    assert fill(again, cache, prompts(4)) == 1
+    counted: list[int] = []
+    assert fill(again, cache, prompts(4), counted.append) == 1
+    assert counted == [1]
     assert again.log == ["load", "prompt 3", "free"]
 
 

@@ -76,7 +76,9 @@ def test_resume_keeps_counter_rate_and_moments(round0, world, whole, tmp_path):
     assert caught.value.exit_code == ExitCode.INTERRUPTED
     state = read_state(tmp_path / "train.partial" / "000002")
     assert (state.update, state.round_update, state.complete) == (2, 2, False)
-    rows = round0.train(world.model(), out, config).rows
+    counted: list[int] = []
+    rows = round0.train(world.model(), out, config, advance=counted.append).rows
+    assert counted == [4, 2, 2]  # those of the first call at once
     straight = round0.train(world.model(), tmp_path / "straight", config).rows
     assert (
         [r["learning_rate"] for r in rows] == [r["learning_rate"] for r in straight] == [5e-4, 1e-3, 1e-3, 1e-3 * 5 / 6]
