@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,6 +15,8 @@ from schemas.graph import AtomKind
 
 Credit = Literal["cast", "scalar", "per-atom", "spatial", "shuffled"]
 Dynamics = Literal["flow_sde", "dance_sde", "cps"]
+NotNegative = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 def execution(default: Any, **kwargs: Any) -> Any:
@@ -23,7 +25,7 @@ def execution(default: Any, **kwargs: Any) -> Any:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def semantic(self) -> dict[str, Any]:
         """Return the fields that decide the numbers, as plain JSON values."""
@@ -83,6 +85,7 @@ class RolloutConfig(_Section):
     (DanceGRPO, MixGRPO), so that its images differ by the exploration in the window alone, and so do their rewards."""
     dynamics: Dynamics = "flow_sde"
     noise_level: float = Field(0.7, ge=0)
+    """At most 1 for ``cps``; 0 draws without noise, which cannot be trained on."""
     window: WindowConfig = WindowConfig()
     latent_dtype: Literal["float32", "bfloat16"] = "float32"
     shard_groups: int = Field(4, ge=1)
@@ -92,6 +95,12 @@ class RolloutConfig(_Section):
     threads: int | None = execution(None, ge=1)
     python: str | None = execution(None)
     """Interpreter for this stage, when its packages need one of their own."""
+
+    @model_validator(mode="after")
+    def _noise_of_cps(self) -> RolloutConfig:
+        if self.dynamics == "cps" and self.noise_level > 1:
+            raise ValueError(f"noise_level must be 0 to 1 for cps, not {self.noise_level:g}")
+        return self
 
 
 class ScoreConfig(_Section):
@@ -103,7 +112,7 @@ class ScoreConfig(_Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     mode: Literal["dedup", "geneval2"] = "dedup"
     rows: Literal["answer", "predict"] = "answer"
-    layers: tuple[int, ...] | None = None
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=1)
     """Decoder layers whose attention is read; ``None``: those from 40% to 80% of the depth."""
     max_bad_frac: float = Field(0.01, ge=0, le=1)
     """Share of failed samples, or of missing scores, above which any stage ends with exit code 3."""
@@ -129,7 +138,7 @@ class AdvantageConfig(_Section):
     """Divide by the map of a neutral question, which carries the attention sinks."""
     percentile_cap: float | None = Field(99.5, gt=0, le=100)
     map_max: float | None = Field(None, gt=1)
-    kind_weights: dict[AtomKind, float] = Field(default_factory=dict)
+    kind_weights: dict[AtomKind, NotNegative] = Field(default_factory=dict)
     """w_k by kind of atom, times the atom's own weight; kinds that are not named have 1. Counting is where drawing more
     of everything is punished: a larger weight there keeps a policy from it."""
     scale: Literal["sum", "rsqrt", "mean", "match"] = "rsqrt"
@@ -169,8 +178,8 @@ class TrainConfig(_Section):
     warmup_updates: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay over the updates of the whole run."""
-    betas: tuple[float, float] = (0.9, 0.99)
-    adam_eps: float = 1e-8
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
+    adam_eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(1e-4, ge=0)
     grad_clip: float = Field(1.0, gt=0)
     ratio: Literal["image", "position"] = "image"
@@ -207,7 +216,7 @@ class EvaluateConfig(_Section):
     """Also draw the untrained model at twice the steps."""
     images_per_prompt: int = Field(1, ge=1)
     """More images per held-out prompt narrow the spread of every figure."""
-    seed: int = 1_000_003
+    seed: int = Field(1_000_003, ge=0)
     shard_prompts: int = Field(64, ge=1)
     batch_size: int = execution(32, ge=1)
     workers: int = execution(1, ge=1)

@@ -56,6 +56,45 @@ def test_errors_are_one_line_and_name_the_key(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("advantages.kind_weights={count: -1}", "advantages.kind_weights.count = -1: input should be greater than or"),
+        ("advantages.kind_weights={count: .inf}", "advantages.kind_weights.count = inf: input should be a finite"),
+        ("advantages.kind_weights={counts: 1}", "should be 'object', 'count', 'attribute', 'relation' or 'action'"),
+        ("train.betas=[0.9,1.0]", "train.betas.1 = 1.0: input should be less than 1"),
+        ("train.betas=[-0.1,0.9]", "train.betas.0 = -0.1: input should be greater than or equal to 0"),
+        ("train.adam_eps=0", "train.adam_eps = 0: input should be greater than 0"),
+        ("train.learning_rate=.inf", "train.learning_rate = inf: input should be a finite number"),
+        ("train.ratio_tolerance=.nan", "train.ratio_tolerance = nan: input should be a finite number"),
+        ("train.clip_range=0", "train.clip_range = 0: input should be greater than 0"),
+        ("train.ema_decay=1", "train.ema_decay = 1: input should be less than 1"),
+        ("train.weight_decay=-1", "train.weight_decay = -1: input should be greater than or equal to 0"),
+        ("train.keep=0", "train.keep = 0: input should be greater than or equal to 1"),
+        ("rollout.group_size=1", "rollout.group_size = 1: input should be greater than or equal to 2"),
+        ("rollout.noise_level=-0.1", "rollout.noise_level = -0.1: input should be greater than or equal to 0"),
+        ("rollout={dynamics: cps, noise_level: 1.5}", "noise_level must be 0 to 1 for cps, not 1.5"),
+        ("score.layers=[3,-1]", "score.layers.1 = -1: input should be greater than or equal to 0"),
+        ("score.layers=[]", "score.layers = []: tuple should have at least 1 item"),
+        ("evaluate.seed=-1", "evaluate.seed = -1: input should be greater than or equal to 0"),
+        ("model.guidance=.inf", "model.guidance = inf: input should be a finite number"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused_in_one_line(override: str, found: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_job(None, [override])
+    assert str(caught.value).startswith(f"--set {override}: ")
+    assert found in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_ends_of_ranges_are_allowed() -> None:
+    ends = ["advantages.kind_weights={count: 0}", "train.betas=[0, 0.999]", "rollout.noise_level=0", "train.keep=1"]
+    job = load_job(None, [*ends, "rollout.dynamics=cps", "score.layers=[0]"])
+    assert (job.train.betas, job.score.layers, job.rollout.noise_level) == ((0.0, 0.999), (0,), 0.0)
+    assert list(job.advantages.kind_weights.values()) == [0.0]
+
+
 def test_overrides_over_the_job_of_a_run(tmp_path: Path) -> None:
     base = load_job(write(tmp_path, "rounds: 3\nscore: {layers: [1, 2]}\n"))
     assert load_job(None, base=base) == base

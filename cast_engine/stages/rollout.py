@@ -192,8 +192,14 @@ def plan(
 
 
 def check(job: JobConfig, session: ImageSession, prompt_count: int) -> None:
-    """Refuse a window that does not fit the steps, or a round of more prompts than there are (UserError)."""
+    """Refuse a window that does not fit the steps, a round of more prompts than there are, or rollouts without noise.
+
+    Raises:
+        UserError: One of them.
+    """
     config = job.rollout
+    if config.noise_level == 0:
+        raise UserError("no noise, so nothing to learn from", where="rollout.noise_level = 0", expected="above 0")
     window_steps(config.window.start, config.window.length, config.num_steps or session.model.info.defaults.num_steps)
     round_prompts([str(i) for i in range(prompt_count)], seed=job.seed, round_=0, count=config.prompts_per_round)
 

@@ -29,6 +29,8 @@ def assert_refused(result, *said, code=2):
         ("train.updates_per_round=5", ("12", "train.updates_per_round = 5")),
         ("rollout.window={start: 9, length: 1}", ("rollout.window",)),
         ("rollout.window={start: 3, length: 20}", ("rollout.window",)),
+        ("rollout.noise_level=0", ("rollout.noise_level = 0", "above 0")),
+        ("advantages.kind_weights={count: -1}", ("advantages.kind_weights.count = -1", "greater than or equal to 0")),
         ("rollout.dynamics=ode", ("rollout.dynamics = 'ode'",)),
         ("train.lora.targets=nothing_like_it", ("nothing_like_it",)),
         ("train.lora.dropout=0.1", ("dropout",)),
