@@ -187,7 +187,8 @@ class TrainConfig(_Section):
     clip_range: float | None = Field(None, gt=0)
     """ε; ``None``: 1e-4·sqrt(65536 / N), N = positions × channels."""
     ratio_tolerance: float = Field(1e-5, gt=0)
-    """Largest |log-ratio| allowed before the first update of a round."""
+    """Largest |log-ratio| allowed before the first update of a round: of an image, and with a float32 model of every
+    position, whatever the dtype of the stored latents."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     max_grad_norm_ratio: float = Field(1e4, gt=1)
     """Stop when the gradient norm exceeds this multiple of the run's median."""

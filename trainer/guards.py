@@ -48,7 +48,8 @@ class Guards:
         Args:
             image: Largest |log-ratio| of an image at one step.
             position: Largest |log-ratio| of a single position.
-            exact: Whether model and latents are float32, so that single positions are held to the limit too.
+            exact: Whether the model is float32, so that single positions are held to the limit too. In bfloat16 another
+                batch shape may round one position's log-prob by more, and only the image's mean is held.
 
         Raises:
             TrainingStopped: Above ``ratio_tolerance``, or not a number.

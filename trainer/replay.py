@@ -44,7 +44,9 @@ class Replayer:
         self.geometry = model.geometry(meta.height, meta.width)
         self.dynamics = cast("Dynamics", meta.dynamics)
         self.clip_range = config.clip_range or default_clip_range(self.geometry.positions, self.geometry.channels)
-        self.exact = model.dtype == torch.float32 and data.latent_dtype == torch.float32
+        self.exact = model.dtype == torch.float32
+        """Whether single positions repeat to rounding. The dtype of stored latents does not matter: the rollout took
+        its log-probs from the rounded latents, the same that are replayed (measured: 3e-7 in bfloat16)."""
 
     def place(self, batch: Batch) -> Placed:
         """Move a batch to the device and build its condition."""

@@ -11,6 +11,7 @@ from cast_engine.errors import DatasetError, ExitCode, UserError
 from cast_engine.models import lora
 from cast_engine.numerics import noise, sde
 from cast_engine.store import Dataset
+from tests.trainer import rounds
 from tests.trainer.rounds import draw, job, weigh
 from trainer.checkpoint import read_state
 from trainer.guards import TrainingStopped
@@ -64,11 +65,31 @@ def test_other_dynamics(world, model, tmp_path, dynamics):
     assert max(state.start_ratio.values()) < 1e-5
 
 
-def test_bfloat16_latents_are_held_to_the_image_ratio(world, model, tmp_path):
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_ratio_is_one_with_bfloat16_latents(world, model, tmp_path, batch_size):
+    """Old log-probs are those of the stored latents, so their rounding is none of the ratio's."""
     made = draw(world, tmp_path, latent_dtype=torch.bfloat16)
-    summary = made.train(model, tmp_path / "out")
-    assert summary.state.start_ratio["image"] < 1e-5
+    summary = made.train(model, tmp_path / "out", job(batch_size=batch_size))
+    assert max(summary.state.start_ratio.values()) < 1e-5
     assert abs(summary.rows[0]["center_mean"]) < 1e-5  # the rounding of what was stored is no move of the policy
+
+
+@pytest.mark.parametrize("latent_dtype", [torch.float32, torch.bfloat16])
+def test_two_positions_that_cancel_are_refused(world, model, tmp_path, monkeypatch, latent_dtype):
+    """The image's log-ratio is exact, those of two positions are not."""
+
+    sample = rounds.sample
+
+    def skewed(*args, **kwargs):
+        drawn = sample(*args, **kwargs)
+        drawn.logp_old[:, 0, 0] += 1e-3
+        drawn.logp_old[:, 0, 1] -= 1e-3
+        return drawn
+
+    monkeypatch.setattr(rounds, "sample", skewed)
+    made = draw(world, tmp_path, latent_dtype=latent_dtype)
+    with pytest.raises(TrainingStopped, match=r"off-policy start.* 0\.001 for a position"):
+        made.train(model, tmp_path / "out")
 
 
 def test_bfloat16_model(world, tmp_path):
@@ -274,8 +295,10 @@ def test_a_huge_learning_rate_stops_itself(round1, trained, model, tmp_path, upd
 
 
 def test_an_image_that_moved_too_far_stops_training(round0, model, tmp_path):
+    """Rounding gives update 1 some 1e-9 (more on a GPU), the step before it gives update 2 some 3e-5."""
     with pytest.raises(TrainingStopped, match="log-ratio: round 0: update 2"):
-        round0.train(model, tmp_path / "out", job(max_log_ratio=1e-9))
+        round0.train(model, tmp_path / "out", job(max_log_ratio=1e-6, learning_rate=1e-2))
+    assert not (tmp_path / "out").exists()
 
 
 # ---- the checkpoint
