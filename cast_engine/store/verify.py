@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from schemas.records import STAGES, Status
 if TYPE_CHECKING:
     from cast_engine.store.dataset import Dataset
 
-_seen: dict[tuple[Any, ...], pa.Table] = {}
-"""Rows of the shards that this process has verified, by what identifies their files."""
+SEEN_BYTES = 1 << 28
+"""Memory for rows of verified shards. Beyond it the ones not asked for longest are forgotten, and hashed once more."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,54 @@ def check_shard(ds: Dataset, plan: ShardPlan, receipt: Receipt) -> pa.Table:
     return rows
 
 
+class SeenShards:
+    """Rows of the shards that this process has verified, by what identifies their files; bounded in bytes.
+
+    A process may read the datasets of thousands of rounds, and datasets of more rows than should stay in memory.
+
+    Args:
+        limit: bytes of rows to keep; the last shard is kept whatever its size.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes = limit, 0
+        self._rows: OrderedDict[tuple[Any, ...], pa.Table] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def get(self, identity: tuple[Any, ...]) -> pa.Table | None:
+        """Return the rows of a verified shard, None for one that is not known (any more)."""
+        if identity in self._rows:
+            self._rows.move_to_end(identity)
+        return self._rows.get(identity)
+
+    def add(self, identity: tuple[Any, ...], rows: pa.Table) -> None:
+        """Note that a shard was verified."""
+        self._rows[identity] = rows
+        self.bytes += rows.nbytes
+        while self.bytes > self.limit and len(self._rows) > 1:
+            self.bytes -= self._rows.popitem(last=False)[1].nbytes
+
+
+_seen = SeenShards(SEEN_BYTES)
+
+
 def check_shard_once(ds: Dataset, plan: ShardPlan, receipt: Receipt) -> pa.Table:
-    """As :func:`check_shard`, but once per process while both files keep their inode, size and times."""
+    """As :func:`check_shard`, but once per process while both files keep their inode, size and times.
+
+    See :class:`SeenShards` for how many are remembered.
+    """
     identity: list[Any] = [plan, ds.stage, receipt.plan_sha256, receipt.tar_sha256, receipt.manifest_sha256]
     for name in (receipt.tar, receipt.manifest):
         with at(ds.data_path(name)):
             s = ds.data_path(name).lstat()
         identity += [name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns]
-    if tuple(identity) not in _seen:
-        _seen[tuple(identity)] = check_shard(ds, plan, receipt)
-    return _seen[tuple(identity)]
+    rows = _seen.get(tuple(identity))
+    if rows is None:
+        rows = check_shard(ds, plan, receipt)
+        _seen.add(tuple(identity), rows)
+    return rows
 
 
 def _check_rows(stage: str, plan: ShardPlan, receipt: Receipt, rows: pa.Table) -> list[tuple[str, int, int]]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cast_engine.errors import DatasetError
-from cast_engine.store import Dataset, Sample, encode_json, encode_tensors
+from cast_engine.store import Dataset, Sample, encode_json, encode_tensors, verify
 from schemas.manifest import manifest_schema
 from schemas.records import ROLLOUT_TENSORS, SCHEMA_VERSION, STAGES
 from tests.store.store_fakes import SIDE, commit, create, expected, found, keys, make, rollout_members, rollout_sample
@@ -161,3 +161,28 @@ def test_parents(tmp_path):
     other.path.rename(tmp_path / "moved" / "rollout")
     with pytest.raises(DatasetError, match="was made"):
         child.parent("rollout")
+
+
+def test_what_is_remembered_of_verified_shards_is_bounded(tmp_path, monkeypatch):
+    checked = []
+
+    def check(ds, plan, receipt):
+        checked.append(plan.shard_id)
+        return check_shard(ds, plan, receipt)
+
+    check_shard = verify.check_shard
+    monkeypatch.setattr(verify, "check_shard", check)
+    one = make(tmp_path / "one", keys(1, 3)).rows().nbytes
+    monkeypatch.setattr(verify, "_seen", seen := verify.SeenShards(int(2.5 * one)))
+    ds = make(tmp_path / "ds", keys(4, 3), seal=False)
+    checked.clear()
+    ds.seal()
+    assert (checked, len(seen)) == ([0, 1, 2, 3], 2)
+    assert 0 < seen.bytes <= seen.limit
+    assert found(ds) == expected(keys(4, 3)), "what was forgotten is only hashed again"
+    assert (checked, len(seen)) == ([0, 1, 2, 3] * 2, 2)
+    for _ in range(3):
+        small = make(tmp_path / "two", keys(2, 3))
+        assert found(small) == expected(keys(2, 3))
+    assert checked[8:] == [0, 1], "what fits is hashed once"
+    assert 0 < seen.bytes <= seen.limit
