@@ -227,9 +227,14 @@ def verify(
 @app.command()
 @handle_errors()
 def status(folder: DatasetFolder) -> None:
-    """Say what is done, open, failed and sealed."""
+    """Say what is done, open, failed and sealed, and why a guard stopped the training, if one did."""
+    from cast_engine.run import stopped
+    from cast_engine.run.layout import RunLayout
+
     for dataset in _datasets(folder):
         typer.echo(f"{dataset.path}: {dataset.status()}")
+    if stop := stopped.read(RunLayout(folder)):
+        typer.echo(f"{folder}: stopped by a guard in round {stop.round}: {stop.message}")
 
 
 @app.command()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -44,6 +45,20 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, base: JobConfi
         return JobConfig.model_validate(values)
     except ValidationError as error:
         raise _explain(error, path, overrides) from error
+
+
+def overrides_between(base: JobConfig, job: JobConfig) -> list[str]:
+    """Return the ``key.path=value`` items that make one job of the other, for a command that starts from the base."""
+    old, new = (dict(_leaves(j.model_dump(mode="json"))) for j in (base, job))
+    return [f"{key}={json.dumps(new[key])}" for key in new if new[key] != old.get(key)]
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def valid_keys(model: type[BaseModel] = JobConfig, prefix: str = "") -> Iterator[str]:

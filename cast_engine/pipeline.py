@@ -7,7 +7,6 @@ is made (``trainer``).
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -17,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cast_engine.errors import UserError
+from cast_engine.jobfile import overrides_between
+from cast_engine.run import stopped
 from cast_engine.run.console import progress, record_timing, say
 from cast_engine.run.layout import RunLayout
-from cast_engine.run.runfile import hand_down, open_run
+from cast_engine.run.runfile import hand_down, open_run, read_run
 from cast_engine.run.summary import BEFORE, DOUBLE
-from cast_engine.store import Dataset, write_file
+from cast_engine.store import Dataset
 from schemas.graph import Prompt, SceneGraph
 from schemas.job import JobConfig
 
@@ -175,6 +176,7 @@ class Pipeline:
         started = time.monotonic()
         images = self.job.rollout.prompts_per_round * self.job.rollout.group_size
         out = self.layout.round(round_, "train")
+        stopped.forget(self.layout, round_)
         try:
             with ExitStack() as stack:
                 bar = None
@@ -192,9 +194,8 @@ class Pipeline:
                     model=self.session.model,
                     advance=bar.advance if bar else lambda _: None,
                 )
-        except TrainingStopped as stopped:
-            why = {"round": round_, "reason": stopped.reason, "message": str(stopped)}
-            write_file(self.layout.stopped, (json.dumps(why, indent=1) + "\n").encode())
+        except TrainingStopped as error:
+            stopped.write(self.layout, stopped.Stop(round_, error.reason, str(error)))
             raise
         if done.seconds:
             seconds = time.monotonic() - started
@@ -334,13 +335,19 @@ def _evaluated_after(job: JobConfig, round_: int) -> bool:
 
 
 def _carry_out(pipeline: Pipeline, stage: str, python: str | None, **options: int) -> None:
-    """Run a stage here, or by the interpreter that the job names for it: stages meet on disk, so either will do."""
+    """Run a stage here, or by the interpreter that the job names for it: stages meet on disk, so either will do.
+
+    The other one starts from the job that the run folder was made with: what has been set otherwise since (execution
+    fields, nothing else can) is passed on.
+    """
     if python is None:
         getattr(pipeline, stage.replace("-", "_"))(**options)
         return
     command = [python, "-m", "cast_engine", stage, "--run", str(pipeline.layout.root)]
     for name, value in options.items():
         command += [f"--{name.rstrip('_')}", str(value)]
+    for item in overrides_between(read_run(pipeline.layout.run_file), pipeline.job):
+        command += ["--set", item]
     fds, env = hand_down(pipeline.layout.root)
     code = subprocess.run(command, check=False, pass_fds=fds, env=env).returncode
     if code:

@@ -22,7 +22,7 @@ class RunLayout:
         rounds/0000/train/     checkpoint: adapter, optimiser, state
         evaluate/<name>/       dataset: held-out images and verdicts
         timings.jsonl          seconds per stage, one line for each time it ran
-        stopped.json           why a guard ended the training, if one did
+        stopped.json           why a guard ended the training, until its round is trained
         summary.json           before and after
         report.html
     """
