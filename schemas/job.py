@@ -219,6 +219,7 @@ class EvaluateConfig(_Section):
     """More images per held-out prompt narrow the spread of every figure."""
     seed: int = Field(1_000_003, ge=0)
     shard_prompts: int = Field(64, ge=1)
+    """Prompts per shard, each with all its images."""
     batch_size: int = execution(32, ge=1)
     workers: int = execution(1, ge=1)
     threads: int | None = execution(None, ge=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cast_engine.models import lora
 from cast_engine.models.embeds import EmbedCache, fill
@@ -77,6 +77,16 @@ class ImageSession:
         self._embeds: dict[str, PromptEmbeds] = {}
         self._adapter: Path | None = None
         self._in_place = False
+
+    def identity(self) -> dict[str, Any]:
+        """Return what of model, settings and adapter decides an image; it belongs in the config of what is drawn."""
+        return {
+            "model": self.spec.model.semantic(),
+            "guidance": self.guidance,
+            "model_sha256": self.model.info.sha256,
+            "encoder_sha256": self.model.info.encoder_sha256,
+            "adapter_sha256": self.adapter_sha256,
+        }
 
     def not_encoded(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts that have no embed yet."""

@@ -131,18 +131,15 @@ def plan(
         adapter: adapter that draws, None for the bare model.
     """
     config = job.evaluate
-    keys = [sample_key(p, 0, member) for p in scene_graphs for member in range(config.images_per_prompt)]
-    shards = [keys[i : i + config.shard_prompts] for i in range(0, len(keys), config.shard_prompts)]
+    prompts, members = list(scene_graphs), range(config.images_per_prompt)
+    pieces = [prompts[i : i + config.shard_prompts] for i in range(0, len(prompts), config.shard_prompts)]
+    shards = [[sample_key(p, 0, member) for p in piece for member in members] for piece in pieces]
     session.use_adapter(adapter)
     semantic = {
         "evaluate": {"seed": config.seed, "judge": config.judge, "images_per_prompt": config.images_per_prompt},
-        "model": job.model.semantic(),
         "num_steps": num_steps,
-        "guidance": session.guidance,
-        "model_sha256": session.model.info.sha256,
-        "encoder_sha256": session.model.info.encoder_sha256,
-        "adapter_sha256": session.adapter_sha256,
         "judge_sha256": judge.model_sha256,
+        **session.identity(),
     }
     parents = [graphs.as_parent(path)]
     dataset = Dataset.create(path, stage="evaluate", config=semantic, shards=shards, parents=parents)

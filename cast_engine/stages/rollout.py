@@ -168,14 +168,10 @@ def plan(
     session.use_adapter(adapter)
     semantic = {
         "rollout": config.semantic(),
-        "model": job.model.semantic(),
         "seed": job.seed,
         "round": round_,
         "num_steps": num_steps,
-        "guidance": session.guidance,
-        "model_sha256": session.model.info.sha256,
-        "encoder_sha256": session.model.info.encoder_sha256,
-        "adapter_sha256": session.adapter_sha256,
+        **session.identity(),
     }
     dataset = Dataset.create(path, stage="rollout", config=semantic, shards=shards, parents=[graphs.as_parent(path)])
     kwargs: dict[str, Any] = {

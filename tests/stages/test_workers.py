@@ -11,7 +11,8 @@ from cast_engine.run.executor import carry_out
 from cast_engine.stages import build_advantages, csg, evaluate, prompts, score
 from cast_engine.store import Dataset
 from schemas.graph import Prompt
-from schemas.job import JobConfig
+from schemas.job import EvaluateConfig, JobConfig
+from schemas.records import split_key
 from tests.stages.report_fakes import GRID, make_run, small_job
 
 ALWAYS_EMPTY = {"error_class", "error_msg"}
@@ -73,7 +74,10 @@ class Session:
 
     guidance, adapter_sha256, spec = 2.0, "a", None
     geometry = SimpleNamespace(height=64, width=64)
-    model = SimpleNamespace(info=SimpleNamespace(sha256="m", encoder_sha256="e"))
+    model = SimpleNamespace(info=SimpleNamespace(sha256="m"))
+
+    def identity(self):
+        return {"model_sha256": "m"}
 
     def use_adapter(self, adapter):
         pass
@@ -82,8 +86,9 @@ class Session:
         return SimpleNamespace(images=np.full((len(request.seeds), 64, 64, 3), 128, np.uint8))
 
 
-def evaluation(run, path, judge):
-    graphs, job = Dataset.open(run.layout.graphs("evaluate")), JobConfig()
+def evaluation(run, path, judge, **options):
+    graphs = Dataset.open(run.layout.graphs("evaluate"))
+    job = JobConfig(evaluate=EvaluateConfig(**options))
     return evaluate.plan(path, job, graphs, graphs_of(run), Session(), judge, num_steps=4, adapter=None)
 
 
@@ -92,6 +97,16 @@ def test_an_evaluation_says_how_it_was_drawn(run, tmp_path):
     assert empty_columns(made) == ALWAYS_EMPTY | {"parent_key"}
     row = made.rows().to_pylist()[0]
     assert (row["guidance"], row["num_steps"], row["adapter_sha256"], row["judge"]) == (2.0, 4, "a", "exact")
+
+
+def test_a_shard_of_an_evaluation_holds_whole_prompts(run, tmp_path):
+    options = {"shard_prompts": 2, "images_per_prompt": 3}
+    made = carry(evaluation(run, tmp_path / "e", ExactJudge(), **options))
+    keys = [[split_key(k) for k in shard.keys] for shard in made.plan]
+    assert [k.prompt_id for shard in keys for k in shard[::3]] == list(graphs_of(run))
+    assert {len({k.prompt_id for k in shard}) for shard in keys[:-1]} <= {2}
+    assert len(keys[0]) == 6
+    assert {tuple(k.member for k in shard[i : i + 3]) for shard in keys for i in range(0, len(shard), 3)} == {(0, 1, 2)}
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
