@@ -80,7 +80,7 @@ def _show(path: Path) -> None:
     console = Console()
     console.print(summary_table(summary))
     if summary["warning"]:
-        console.print(summary["warning"])
+        console.print(f"warning: {summary['warning']}")
     if summary["reward_judge"] == summary["evaluation_judge"]:
         console.print("note: the judge that gave the reward also reports these figures")
     images, updates = summary["images"], summary["updates"]
@@ -198,9 +198,13 @@ def compare(runs: Annotated[list[Path], typer.Argument(help="Run folders that di
     """Show several finished runs beside each other, with their mean."""
     from rich.console import Console
 
-    from cast_engine.stages.summarise import comparison_table, read
+    from cast_engine.stages.summarise import comparison_table, read, warnings
 
-    Console().print(comparison_table({str(r): read(r / "summary.json") for r in runs}))
+    summaries = {str(r): read(r / "summary.json") for r in runs}
+    console = Console()
+    console.print(comparison_table(summaries))
+    for warning in warnings(summaries):
+        console.print(f"warning: {warning}", soft_wrap=True, markup=False, highlight=False)
 
 
 @app.command()

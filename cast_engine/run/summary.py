@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,12 +115,12 @@ def _mean_and_error(values: np.ndarray) -> dict[str, float | int]:
     return {"mean": float(finite.mean()), "se": error, "n": n}
 
 
-def table(rows: Mapping[str, Mapping[str, Mapping[str, float | int]]], difference: str | None) -> Any:
+def table(rows: Mapping[str, Scores], differences: Collection[str] = ()) -> Any:
     """Return a rich table: one line per evaluation, one column per skill, "mean ± standard error" in percent.
 
     Args:
-        rows: aggregates by name, in the order shown.
-        difference: name of the row that holds paired differences (shown with a sign), or None.
+        rows: aggregates by name, in the order shown; a missing figure (None) is shown as a dash.
+        differences: names of the rows that hold paired differences (shown with a sign).
     """
     from rich import box
     from rich.table import Table
@@ -131,10 +131,25 @@ def table(rows: Mapping[str, Mapping[str, Mapping[str, float | int]]], differenc
     for skill in SKILLS:
         out.add_column(skill.replace("_", " "), justify="right", no_wrap=True)
     for name, scores in rows.items():
-        sign = "+" if name == difference else ""
-        cells = [f"{100 * s['mean']:{sign}.1f}±{100 * s['se']:.1f}" for s in (scores[k] for k in SKILLS)]
+        sign = "+" if name in differences else ""
+        cells = (percent(scores[k]["mean"], scores[k]["se"], sign) for k in SKILLS)
         out.add_row(name, *cells)
     return out
+
+
+def percent(mean: float | None, spread: float | None, sign: str = "", between: str = "±") -> str:
+    """Return a share and its spread in percent, as in "+4.1±0.9"; "–" for a missing mean, no spread if that is missing.
+
+    Args:
+        mean: share, 0 to 1, or a difference of two.
+        spread: of the same unit.
+        sign: "+" to show the sign of what is not negative.
+        between: what stands between the two.
+    """
+    if mean is None or math.isnan(mean):
+        return "–"
+    shown = f"{100 * mean:{sign}.1f}"
+    return shown if spread is None or math.isnan(spread) else f"{shown}{between}{100 * spread:.1f}"
 
 
 def count_warning(difference: Mapping[str, Mapping[str, float | int]]) -> str | None:

@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from cast_engine.errors import DatasetError
+from cast_engine.errors import DatasetError, UserError
 from cast_engine.run.console import read_timings
 from cast_engine.run.layout import RunLayout
 from cast_engine.run.summary import (
@@ -21,13 +21,14 @@ from cast_engine.run.summary import (
     evaluations,
     final_name,
     paired,
+    percent,
     score_prompts,
     table,
 )
 from cast_engine.store import Dataset
 from cast_engine.store.atomic import write_file
 from schemas.job import JobConfig, config_hash
-from schemas.records import SCHEMA_VERSION, EvaluateMeta
+from schemas.records import SCHEMA_VERSION, EvaluateMeta, Status
 
 
 def is_current(layout: RunLayout) -> bool:
@@ -54,10 +55,15 @@ def read(path: Path) -> dict[str, Any]:
     """Read a summary.
 
     Raises:
+        UserError: there is none.
         DatasetError: it is damaged.
     """
     try:
         body: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            "no summary.json", where=str(path.parent), expected="the folder of a finished run", do="finish it first"
+        ) from None
     except (OSError, json.JSONDecodeError) as error:
         raise DatasetError(
             f"cannot be read ({error})", where=str(path), do="delete it and run the job again"
@@ -79,7 +85,6 @@ def write(layout: RunLayout, job: JobConfig) -> dict[str, Any]:
     run = json.loads(layout.run_file.read_text())
     last = json.loads((layout.round(job.rounds - 1, "train") / "state.json").read_text())
     measured = Dataset.open(layout.evaluate(final_name(job))).config["adapter_sha256"]
-    per_round = job.rollout.prompts_per_round * job.rollout.group_size
     summary = {
         "schema_version": SCHEMA_VERSION,
         "name": job.name,
@@ -94,7 +99,7 @@ def write(layout: RunLayout, job: JobConfig) -> dict[str, Any]:
         "after_minus_double_steps": paired(scores[DOUBLE], after) if DOUBLE in scores else None,
         "during": {name: aggregate(s) for name, s in scores.items() if name.startswith("round-")},
         "warning": count_warning(difference),
-        "images": job.rounds * per_round,
+        "images": _drawn(layout, job),
         "updates": last["update"],
         "seconds": read_timings(layout.timings),
         "hashes": {
@@ -109,22 +114,25 @@ def write(layout: RunLayout, job: JobConfig) -> dict[str, Any]:
     return summary
 
 
-def summary_table(summary: dict[str, Any]) -> Any:
-    """Return the table that people see at the end of a run."""
-    rows = {"before": summary["before"]}
-    if summary["base_double_steps"]:
-        rows["before, 2x steps"] = summary["base_double_steps"]
-    rows |= {"after": summary["after"], "after - before": summary["difference"]}
-    return table(rows, difference="after - before")
-
-
 COMPARED = (
     ("before", "before", ""),
     ("before, 2x steps", "base_double_steps", ""),
     ("after", "after", ""),
     ("after - before", "difference", "+"),
+    ("after - 2x steps", "after_minus_double_steps", "+"),
 )
-"""Rows of a run in :func:`comparison_table`: label, key of the summary, sign of the numbers."""
+"""Rows of a run in both tables: label, key of the summary, sign of the numbers."""
+
+
+def summary_table(summary: dict[str, Any]) -> Any:
+    """Return the table that people see at the end of a run; differences are paired by prompt."""
+    rows = {label: summary[key] for label, key, _ in COMPARED if summary.get(key)}
+    return table(rows, [label for label, _, sign in COMPARED if sign])
+
+
+def warnings(summaries: dict[str, dict[str, Any]]) -> list[str]:
+    """Return what there is to say of some of the runs that are compared, by the run's name."""
+    return [f"{name}: {summary['warning']}" for name, summary in summaries.items() if summary.get("warning")]
 
 
 def comparison_table(summaries: dict[str, dict[str, Any]]) -> Any:
@@ -161,9 +169,10 @@ def _add_run(out: Any, head: str, runs: list[dict[str, Any]]) -> None:
         scores = [r[key] for r in runs if r.get(key)]
         if len(scores) < len(runs):
             continue
-        cells = [_cell(_over_runs([s[skill] for s in scores]), sign) for skill in SKILLS]
-        out.add_row(head, label, *cells, end_section=key == COMPARED[-1][1])
+        cells = [percent(*_over_runs([s[skill] for s in scores]), sign, between=" ± ") for skill in SKILLS]
+        out.add_row(head, label, *cells)
         head = ""
+    out.add_section()
 
 
 def _over_runs(cells: list[dict[str, Any]]) -> tuple[float | None, float | None]:
@@ -177,11 +186,11 @@ def _over_runs(cells: list[dict[str, Any]]) -> tuple[float | None, float | None]
     )
 
 
-def _cell(value: tuple[float | None, float | None], sign: str) -> str:
-    mean, spread = value
-    if mean is None:
-        return "–"
-    return f"{100 * mean:{sign}.1f}" + (f" ± {100 * spread:.1f}" if spread is not None else "")
+def _drawn(layout: RunLayout, job: JobConfig) -> int:
+    """Return how many training images the sealed rollouts hold; failed samples are none."""
+    paths = [layout.round(index, "rollout") for index in range(job.rounds)]
+    rollouts = [Dataset.open(path) for path in paths if (path / "sealed.json").exists()]
+    return sum(rollout.status().samples.get(Status.OK, 0) for rollout in rollouts)
 
 
 def _arm(job: JobConfig) -> str:

@@ -20,7 +20,7 @@ def test_a_finished_run_is_left_alone(job, first):
     assert "nothing to do" in again.err
     assert snapshot(root) == before
     assert figures(again.out) == figures(result.out)
-    assert len(figures(again.out)) == 4
+    assert len(figures(again.out)) == 5
     assert seconds < 10
 
 

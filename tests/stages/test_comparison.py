@@ -1,10 +1,14 @@
 """Runs side by side."""
 
+import json
 import statistics
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from cast_engine.cli import app
+from cast_engine.errors import ExitCode
 from cast_engine.run.summary import COUNTERS, SKILLS
 from cast_engine.stages import summarise
 from cast_engine.stages.summarise import comparison_table
@@ -24,6 +28,7 @@ def summary(seed, before, after, arm="a", credit="cast", double=0.65):
         "after": scores(after),
         "difference": scores(after - before, 0.004),
         "base_double_steps": scores(double) if double is not None else None,
+        "after_minus_double_steps": scores(after - double, 0.005) if double is not None else None,
     }
 
 
@@ -45,6 +50,7 @@ def test_a_run_shows_its_own_standard_errors():
     assert row(text, "after")[2:] == ["68.0 ± 1.0"] * len(SKILLS)
     assert row(text, "after - before")[2] == "+4.0 ± 0.4"
     assert row(text, "before, 2x steps")[2] == "65.0 ± 1.0"
+    assert row(text, "after - 2x steps")[2] == "+3.0 ± 0.5"
     assert not any("mean of" in line for line in text)
 
 
@@ -69,6 +75,25 @@ def test_missing_numbers_and_missing_evaluations_are_no_error(double):
     assert row(text, "before")[place] == "–"
     assert row(text, "after")[place] == "50.0"
     assert any("2x steps" in line for line in text) == (double is not None)
+
+
+def test_a_fall_in_counting_is_said_of_the_runs_where_it_holds(tmp_path):
+    warning = "count fell by 5.0 points (± 2.0): more than two standard errors"
+    folders = []
+    for name, said in (("good", None), ("[b]ad", warning), ("old", "absent")):
+        (tmp_path / name).mkdir()
+        body = summary(0, 0.6, 0.7) | ({} if said == "absent" else {"warning": said})
+        (tmp_path / name / "summary.json").write_text(json.dumps(body))
+        folders.append(str(tmp_path / name))
+    result = CliRunner().invoke(app, ["compare", *folders])
+    assert result.exit_code == 0, result.output
+    assert [line for line in result.output.splitlines() if "fell" in line] == [f"warning: {folders[1]}: {warning}"]
+
+
+def test_a_folder_without_a_summary_is_a_wrong_input(tmp_path):
+    result = CliRunner().invoke(app, ["compare", str(tmp_path)])
+    assert result.exit_code == ExitCode.USER
+    assert "no summary.json; expected the folder of a finished run" in result.output
 
 
 def test_summaries_of_two_seeds_belong_together_and_other_settings_do_not(tmp_path):

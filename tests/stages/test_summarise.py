@@ -4,9 +4,11 @@ import json
 import shutil
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cast_engine.cli import app
+from cast_engine.run.summary import SKILLS, paired
 from cast_engine.stages import report, summarise
 from cast_engine.store import Dataset
 from tests.stages.report_fakes import make_run
@@ -41,6 +43,49 @@ def test_the_adapter_that_was_measured_is_named_beside_the_one_that_was_trained(
     hashes = summarise.read(layout.summary)["hashes"]
     assert hashes["measured_adapter"] == "adapter of round-0003"
     assert hashes["adapter"] == json.loads((layout.round(2, "train") / "state.json").read_text())["adapter_sha256"]
+
+
+def test_images_are_those_in_the_sealed_rollouts(run):
+    layout, job = run
+    drawn = sum(Dataset.open(layout.round(i, "rollout")).status().samples["ok"] for i in range(job.rounds))
+    assert summarise.read(layout.summary)["images"] == drawn == 24
+    more = job.model_copy(update={"rollout": job.rollout.model_copy(update={"group_size": 99})})
+    assert summarise.write(layout, more)["images"] == drawn
+    (layout.round(1, "rollout") / "sealed.json").unlink()
+    assert summarise.write(layout, job)["images"] == 16
+
+
+def table_of(summary) -> list[str]:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(summarise.summary_table(summary))
+    return console.export_text().splitlines()
+
+
+def test_the_last_table_shows_the_gain_over_twice_the_steps_with_its_paired_error(run):
+    layout, _ = run
+    summary = summarise.read(layout.summary)
+    before, after = (summarise.load_scores(layout, name) for name in ("base-double-steps", "round-0003"))
+    expected = paired(before, after)["count"]
+    assert expected["se"] > 0
+    labels = ["before", "before, 2x steps", "after", "after - before", "after - 2x steps"]
+    text = table_of(summary)
+    assert [line[:16].strip() for line in text[3:]] == labels
+    assert text[-1].split()[4 + SKILLS.index("count")] == f"{100 * expected['mean']:+.1f}±{100 * expected['se']:.1f}"
+    assert not any("2x steps" in line for line in table_of(summary | dict.fromkeys(DOUBLED)))
+
+
+DOUBLED = ("base_double_steps", "after_minus_double_steps")
+
+
+def test_a_skill_that_no_prompt_asks_for_is_a_dash(run):
+    layout, _ = run
+    summary = summarise.read(layout.summary)
+    for key in ("before", "after", "difference"):
+        summary[key]["relation"] = {"mean": None, "se": None, "n": 0}
+    summary["after"]["count"]["se"] = None
+    text = table_of(summary | dict.fromkeys(DOUBLED))
+    assert [line.split().count("–") for line in text[3:]] == [1, 1, 1]
+    assert f" {100 * summary['after']['count']['mean']:.1f} " in text[4]
 
 
 def test_an_evaluation_at_other_steps_is_no_round(run):
