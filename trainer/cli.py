@@ -14,7 +14,7 @@ from cast_engine.errors import UserError, handle_errors
 
 if TYPE_CHECKING:
     from schemas.job import JobConfig
-    from trainer.loop import RoundSummary
+    from trainer.session import RoundSummary
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -35,6 +35,11 @@ class RoundPaths:
     start: Path | None = None
     init_adapter: Path | None = None
 
+    @property
+    def partial(self) -> Path:
+        """Folder of the checkpoints on the way to this round's."""
+        return self.out.with_name(self.out.name + ".partial")
+
 
 def origin(model: ImageModel, job: JobConfig, paths: RoundPaths, round_: int) -> checkpoint.TrainState:
     """Return the state before the first update, from seals, hashes and the checkpoint of the round before.

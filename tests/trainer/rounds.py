@@ -88,30 +88,38 @@ def draw(
             noise_level=0.7,
             latent_dtype=latent_dtype,
         )
+        drawing = {
+            "num_steps": steps,
+            "dynamics": dynamics,
+            "window_start": window.start,
+            "window_length": len(window),
+            "adapter_sha256": sha256,
+        }
         for i, (prompt_id, member) in enumerate(part):
-            meta = RolloutMeta(
-                key=sample_key(prompt_id, round_, member),
-                prompt_id=prompt_id,
-                prompt="",
-                round=round_,
-                member=member,
-                seed=seeds[prompt_id, member],
-                initial_seed=seeds[prompt_id, member],
-                guidance=3.0,
-                height=geometry.height,
-                width=geometry.width,
-                num_steps=steps,
-                dynamics=dynamics,
-                noise_level=0.7,
-                window_start=window.start,
-                window_length=len(window),
-                adapter_sha256=sha256,
-                model_sha256=model.info.sha256,
-                embed_sha256=cache.sha256(prompt_id),
-            ).model_dump()
+            embed = cache.sha256(prompt_id)
+            meta = _meta(model, geometry, prompt_id, round_, member, seeds[prompt_id, member], embed, drawing)
             samples.append(_sample(meta if change is None else change(meta), drawn, i))
     rollout = _dataset(path / "rollout", "rollout", samples)
     return weigh(rollout, path / "advantages", world.embeds, weight=weight)
+
+
+def _meta(model, geometry, prompt_id, round_, member, seed, embed_sha256, drawing) -> dict:
+    return RolloutMeta(
+        key=sample_key(prompt_id, round_, member),
+        prompt_id=prompt_id,
+        prompt="",
+        round=round_,
+        member=member,
+        seed=seed,
+        initial_seed=seed,
+        guidance=3.0,
+        height=geometry.height,
+        width=geometry.width,
+        noise_level=0.7,
+        model_sha256=model.info.sha256,
+        embed_sha256=embed_sha256,
+        **drawing,
+    ).model_dump()
 
 
 def weigh(rollout: Dataset, path, embeds, *, weight=None, seal=None) -> Round:
