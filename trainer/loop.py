@@ -18,7 +18,7 @@ from torch import nn
 
 from cast_engine.errors import UserError
 from cast_engine.models.base import ImageModel
-from schemas.job import JobConfig
+from schemas.job import JobConfig, TrainConfig
 from trainer import checkpoint
 from trainer.checkpoint import METRICS, TrainState
 from trainer.data import open_round
@@ -75,27 +75,41 @@ def train_round(
         advance: Told after every update how many images it took.
 
     Raises:
-        UserError: Inputs that do not belong together (stale rollouts, another model, another config in ``out``).
+        UserError: Inputs that do not belong together (stale rollouts, another model, another config in ``out``), or
+            another process that is training the same ``out``.
         GuardError: A guard stopped training. The checkpoint of the round before is intact.
         Interrupted: ``stop`` said so.
     """
-    began, config = time.monotonic(), job.train
+    began, config, processes = time.monotonic(), job.train, Processes(accelerator)
     paths = RoundPaths(rollout, advantages, embeds, out, start, init_adapter)
-    first = origin(model, job, paths, round_)
-    if out.exists():
-        done = _already_done(out, first)
-        if accelerator is None or accelerator.is_main_process:
-            shutil.rmtree(paths.partial, ignore_errors=True)  # left by a kill right after the checkpoint was there
-        return done
-    data = open_round(rollout, advantages, embed_source(embeds, model))
+    with processes.alone(out):
+        first = origin(model, job, paths, round_)
+        if out.exists():
+            done = _already_done(out, first)
+        else:
+            with _threads(config.threads):
+                session = _begin(model, config, paths, first, processes, log)
+                with _checkpointing(session.adapter.transformer, on=config.gradient_checkpointing):
+                    session.run(stop, advance)
+                done = session.finish(began)
+        if processes.main:
+            shutil.rmtree(paths.partial, ignore_errors=True)  # the checkpoints on the way to this one
+    return done
+
+
+def _begin(
+    model: ImageModel,
+    config: TrainConfig,
+    paths: RoundPaths,
+    first: TrainState,
+    processes: Processes,
+    log: Callable[[str], None],
+) -> Session:
+    data = open_round(paths.rollout, paths.advantages, embed_source(paths.embeds, model))
     check_origin(first, data, paths)
     for line in changed_settings(first, paths):
         log(line)
-    with _threads(config.threads):
-        session = Session(model, config, paths, first, data, Processes(accelerator), log)
-        with _checkpointing(session.adapter.transformer, on=config.gradient_checkpointing):
-            session.run(stop, advance)
-        return session.finish(began)
+    return Session(model, config, paths, first, data, processes, log)
 
 
 def _already_done(out: Path, first: TrainState) -> RoundSummary:

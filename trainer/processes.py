@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
+
+from cast_engine.errors import UserError
+from cast_engine.store.lock import hold
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,6 +29,21 @@ class Processes:
     def main(self) -> bool:
         """Whether this process writes."""
         return self.index == 0
+
+    @contextmanager
+    def alone(self, out: Path) -> Iterator[None]:
+        """Keep other commands from writing a checkpoint directory inside a ``with`` block.
+
+        Raises:
+            UserError: Another command on this machine is at it. A killed one no longer is.
+        """
+        target = out.resolve()
+        with ExitStack() as stack:
+            held = not self.main or stack.enter_context(hold(target.parent / f".{target.name}.lock"))
+            (busy,) = self.any(not held)
+            if busy:
+                raise UserError("another process is training it", where=str(out), do="wait for it, or stop it")
+            yield
 
     def gather(self, vector: Tensor) -> Tensor:
         """Return the vectors of all processes, one after the other."""

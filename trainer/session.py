@@ -229,10 +229,8 @@ class Session:
     # ---- saving ---------------------------------------------------------------------------------------------------
 
     def finish(self, began: float) -> RoundSummary:
-        """Write the round's checkpoint, drop those on the way to it, and say what was done since ``began``."""
+        """Write the round's checkpoint and say what was done since ``began``."""
         state = self._save(self.out)
-        if self.processes.main and self.partial.exists():
-            shutil.rmtree(self.partial)
         return RoundSummary(
             self.out,
             state,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 
 from cast_engine.errors import DatasetError, UserError
 from cast_engine.store.atomic import at, create_once, make_dir
+from cast_engine.store.lock import try_lock
 from schemas.job import JobConfig, config_hash
 from schemas.records import SCHEMA_VERSION
 
@@ -94,12 +94,8 @@ def lock_run(root: Path) -> None:
         handle = (root / ".lock").open("a")
     if _is_handed_down(handle):
         return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            "another process is working on this run", where=str(root), do="wait for it, or stop it"
-        ) from None
+    if not try_lock(handle):
+        raise UserError("another process is working on this run", where=str(root), do="wait for it, or stop it")
     _locks[root] = handle
 
 

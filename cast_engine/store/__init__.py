@@ -10,6 +10,7 @@ from cast_engine.store.codec import (
     encode_tensors,
 )
 from cast_engine.store.dataset import Dataset, StatusCounts
+from cast_engine.store.lock import hold, try_lock
 from cast_engine.store.plan import ParentRef, ShardPlan
 from cast_engine.store.reader import Reader
 from cast_engine.store.shard import Receipt, Sample, sample_sha256
@@ -32,6 +33,8 @@ __all__ = [
     "encode_json",
     "encode_png",
     "encode_tensors",
+    "hold",
     "sample_sha256",
+    "try_lock",
     "write_file",
 ]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from cast_engine.errors import DatasetError, ExitCode, Interrupted, UserError
+from cast_engine.store import hold
 from tests.trainer.rounds import draw, job
 from trainer.checkpoint import read_state
 
@@ -66,6 +68,52 @@ def test_a_killed_round_ends_with_the_same_bytes(round0, world, whole, tmp_path,
     assert any("goes on after update" in line for line in log) == (done > 0)
     same(out, whole)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["train"]
+
+
+# ---- two commands at once
+
+
+@pytest.mark.skipif(os.environ.get("CAST_TEST_DEVICE", "cpu") != "cpu", reason="CUDA does not survive a fork")
+def test_another_process_is_refused_until_the_first_is_gone(round0, world, whole, tmp_path):
+    out, config = tmp_path / "train", job(**CONFIG)
+
+    def until_killed():
+        def stop():
+            (tmp_path / "made an update").touch()
+            time.sleep(60)
+
+        round0.train(world.model(), out, config, stop=stop)
+
+    process = multiprocessing.get_context("fork").Process(target=until_killed)
+    process.start()
+    while not (tmp_path / "made an update").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    with pytest.raises(UserError, match=f"{out}: another process is training it; wait for it, or stop it") as caught:
+        round0.train(world.model(), out, config)
+    assert caught.value.exit_code == ExitCode.USER
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="another process is training it"):
+        round0.train(world.model(), tmp_path / "link" / "train", config)
+    assert not out.exists()
+    assert not (tmp_path / "train.partial").exists()
+    process.kill()
+    process.join()
+    round0.train(world.model(), out, config)
+    same(out, whole)
+    assert not (tmp_path / ".train.lock").exists()
+
+
+def test_the_command_line_says_so_in_one_line(world, round0, tmp_path, capfd):
+    with hold(tmp_path / ".out.lock") as held:
+        assert held
+        result = run_cli(world, round0, tmp_path / "out")
+    assert result.exit_code == ExitCode.USER
+    assert result.output == f"error: {tmp_path / 'out'}: another process is training it; wait for it, or stop it\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- going on
 
 
 def test_resume_keeps_counter_rate_and_moments(round0, world, whole, tmp_path):
