@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from cast_engine.tinyworld import build, prompts
 from cast_engine.tinyworld.training.dataset import from_pixels, prompt_tokens
 from cast_engine.tinyworld.training.fast import PromptEncoder
+from cast_engine.tinyworld.training.pictures import Marks
 from cast_engine.tinyworld.training.workers import Workers
 
 POSITIONS = build.GRID**2
@@ -166,28 +167,41 @@ class Sampler:
                 pictures.append(decode(self.vae, x).cpu().numpy())
         return np.concatenate(pictures)
 
+    def judge(self, texts: Sequence[str], **how: Any) -> list[Marks]:
+        """Draw one picture per prompt and judge each by the exact verifier."""
+        return judged(self.workers, self.draw(texts, **how), texts)
+
     def evaluate(self, texts: Sequence[str], **how: Any) -> dict[str, float]:
         """Draw one picture per prompt and return the shares of fulfilled atoms."""
-        return scores(self.workers, self.draw(texts, **how), texts)
+        return shares(self.judge(texts, **how))
 
 
-def scores(workers: Workers, images: npt.NDArray[np.uint8], texts: Sequence[str]) -> dict[str, float]:
-    """Judge pictures by their prompts.
+def judged(workers: Workers, images: npt.NDArray[np.uint8], texts: Sequence[str]) -> list[Marks]:
+    """Judge pictures by their prompts, in worker processes."""
+    step = max(1, len(texts) // 64)
+    parts = [(images[i : i + step], list(texts[i : i + step])) for i in range(0, len(texts), step)]
+    return [m for part in workers.map(_MARKS, parts) for m in part]
+
+
+def atoms_right(marks: Sequence[Marks]) -> npt.NDArray[np.float64]:
+    """Return the share of fulfilled atoms of every picture."""
+    return np.array([np.mean(m.ok) for m in marks])
+
+
+def shares(marks: Sequence[Marks]) -> dict[str, float]:
+    """Summarise judged pictures.
 
     Returns:
         Share of atoms that hold by kind; `atoms`, the mean over prompts of the share of a prompt's atoms; `all`, the
         share of prompts with every atom right; `many` and `few`, shares of groups with too many or too few objects.
     """
-    step = max(1, len(texts) // 64)
-    parts = [(images[i : i + step], list(texts[i : i + step])) for i in range(0, len(texts), step)]
-    marks = [m for part in workers.map(_MARKS, parts) for m in part]
     by_kind: dict[str, list[bool]] = defaultdict(list)
     for m in marks:
         for kind, ok in zip(m.kinds, m.ok, strict=True):
             by_kind[kind].append(ok)
     excess = np.array([e for m in marks for e in m.excess])
     out = {kind: float(np.mean(by_kind[kind])) for kind in sorted(by_kind)}
-    out["atoms"] = float(np.mean([np.mean(m.ok) for m in marks]))
+    out["atoms"] = float(atoms_right(marks).mean())
     out["all"] = float(np.mean([all(m.ok) for m in marks]))
     out["many"], out["few"] = float((excess > 0).mean()), float((excess < 0).mean())
     return {k: round(v, 4) for k, v in out.items()}

@@ -60,7 +60,7 @@ def evaluate(vae: Any, images: Tensor, texts: list[str], workers: Workers) -> di
     again = [vae.decode(vae.encode(p).latent_dist.mode()).sample for p in parts]
     error = torch.stack([(a - p).pow(2).mean() for a, p in zip(again, parts, strict=True)]).mean()
     pictures = from_pixels(torch.cat(again)).cpu().numpy()
-    return {**flux.scores(workers, pictures, texts), "mse": round(float(error), 6)}
+    return {**flux.shares(flux.judged(workers, pictures, texts)), "mse": round(float(error), 6)}
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def main() -> None:
         images = torch.from_numpy(data["images"]).to(device)
         held_images = torch.from_numpy(held["images"]).to(device)
         texts = [prompts.text_of(prompts.all_specs()[i]) for i in held["spec"]]
-        log(f"drawn pictures: {flux.row(flux.scores(workers, held['images'], texts))}")
+        log(f"drawn pictures: {flux.row(flux.shares(flux.judged(workers, held['images'], texts)))}")
         figures = fit(args, device, images, minutes, held_images, texts, workers)
     engine.write_json(args.out / "vae.json", figures)
 
