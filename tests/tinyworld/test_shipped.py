@@ -52,7 +52,7 @@ def draw(graphs, tmp_path_factory):
         ids = [Prompt.of(g.prompt).prompt_id for g in chosen]
         seeds = [member_seed(1, 0, i, 0) for i in ids]
         images = []
-        session.encode([Prompt.of(g.prompt) for g in chosen])
+        session.encode([Prompt.of(g.prompt) for g in chosen], lambda _: None)
         for start in range(0, count, 32):
             part = slice(start, start + 32)
             images += list(session.draw(DrawRequest(ids[part], seeds[part], steps)).images)
@@ -103,8 +103,8 @@ def test_settings_that_the_folder_cannot_hold():
 def test_the_base_model_can_improve_and_is_converged(draw, base, graphs):
     ten, twenty = right(base, graphs), right(draw(steps=20), graphs)
     print("10 steps", ten, "20 steps", twenty)
-    assert 0.55 <= ten["atoms"] <= 0.80
-    assert twenty["atoms"] - ten["atoms"] < 0.06, "more steps should not be what helps"
+    assert 0.55 <= ten["atoms"] <= 0.75
+    assert twenty["atoms"] - ten["atoms"] < 0.03, "more steps should not be what helps"
     assert max(ten["count"], ten["relation"]) < min(ten["object"], ten["attribute"])
     assert ten["object"] > 0.85
 
