@@ -197,6 +197,9 @@ class TrainConfig(_Section):
     max_adapter_ratio: float = Field(1.0, gt=0)
     """Stop when the adapter changes the weights by more than this multiple of their own norm."""
     keep: int = Field(2, ge=1)
+    """Newest rounds of a run folder that can be trained on from. Older ones lose the optimizer's moments and keep
+    adapter, moving average, metrics and state, so nothing else changes. With 1 a damaged newest round cannot be made
+    again."""
     batch_size: int = execution(16, ge=1)
     """Images per forward pass; gradients are accumulated to the update's images."""
     gradient_checkpointing: bool = execution(False)

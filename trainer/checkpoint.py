@@ -7,6 +7,7 @@
     optimizer.safetensors  exp_avg.<parameter>, exp_avg_sq.<parameter>
     metrics.jsonl          one line per update of the round
     state.json             written last: what it belongs to, sha256 of the other files
+    removed.json           only in old rounds: what was removed since, see trainer.retention
 
 It is written beside its place, read again and compared, then renamed. Generators have no state to keep: the order of
 images follows from (seed, round, epoch, key), the learning rate from the update counter.
@@ -34,12 +35,13 @@ from cast_engine.models import lora
 from cast_engine.store import atomic
 from trainer.metrics import Row, write_rows
 
-ADAPTER, EMA, OPTIMIZER, METRICS, STATE = (
+ADAPTER, EMA, OPTIMIZER, METRICS, STATE, REMOVED = (
     "adapter.safetensors",
     "ema.safetensors",
     "optimizer.safetensors",
     "metrics.jsonl",
     "state.json",
+    "removed.json",
 )
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -134,13 +136,29 @@ def read_state(path: Path) -> TrainState:
         raise DatasetError("damaged", where=str(file), do="start from the checkpoint of the round before") from error
 
 
-def verify_files(path: Path, state: TrainState) -> None:
-    """Compare the files of a checkpoint with the hashes in its state; DatasetError naming the first that differs."""
+def removed_files(path: Path) -> frozenset[str]:
+    """Return the names of the files that were removed from a checkpoint on purpose; none for a whole one."""
+    body = atomic.load_record(path / REMOVED) or {}
+    return frozenset(body.get("removed", ()))
+
+
+def verify_files(path: Path, state: TrainState) -> frozenset[str]:
+    """Compare the files of a checkpoint with the hashes in its state.
+
+    Returns:
+        The names of the files that are missing because they were removed on purpose (``train.keep``).
+
+    Raises:
+        DatasetError: Another file is missing, or one is damaged; the message names the first.
+    """
+    removed = removed_files(path)
+    gone = frozenset(name for name in state.files if name in removed and not (path / name).exists())
     for name, expected in state.files.items():
         file = path / name
-        if not file.is_file() or sha256(file) != expected:
+        if name not in gone and (not file.is_file() or sha256(file) != expected):
             problem = "damaged" if file.is_file() else "missing"
             raise DatasetError(problem, where=str(file), do="start from the checkpoint of the round before")
+    return gone
 
 
 def save(path: Path, state: TrainState, content: Content) -> TrainState:

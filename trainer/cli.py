@@ -62,7 +62,8 @@ def describe(summary: RoundSummary) -> str:
     state = summary.state
     line = f"{summary.checkpoint}: adapter {state.adapter_sha256[:12]} after update {state.update}"
     if not summary.seconds:
-        return f"{line}; finished before, nothing to do"
+        gone = f"; {', '.join(sorted(summary.removed))} was removed (train.keep)" if summary.removed else ""
+        return f"{line}; finished before, nothing to do{gone}"
     last = summary.rows[-1]
     dropped = "".join(f"; {count} images {reason}" for reason, count in summary.dropped.items())
     return (

@@ -25,6 +25,7 @@ from trainer.data import open_round
 from trainer.metrics import read_rows
 from trainer.origin import RoundPaths, changed_settings, check_origin, embed_source, origin
 from trainer.processes import Processes
+from trainer.retention import remove_old_moments
 from trainer.session import RoundSummary, Session
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def train_round(
                 done = session.finish(began)
         if processes.main:
             shutil.rmtree(paths.partial, ignore_errors=True)  # the checkpoints on the way to this one
+            remove_old_moments(out, config.keep)
     return done
 
 
@@ -122,9 +124,9 @@ def _already_done(out: Path, first: TrainState) -> RoundSummary:
             where=str(out),
             do="give another --out, or move it away",
         )
-    checkpoint.verify_files(out, state)
+    gone = checkpoint.verify_files(out, state)
     rows = read_rows(out / METRICS)
-    return RoundSummary(out, state, rows, resumed_at=state.round_update)
+    return RoundSummary(out, state, rows, resumed_at=state.round_update, removed=gone)
 
 
 @contextmanager

@@ -45,7 +45,8 @@ def origin(model: ImageModel, job: JobConfig, paths: RoundPaths, round_: int) ->
     """Return the state before the first update, from seals, hashes and the checkpoint of the round before.
 
     Raises:
-        UserError: A checkpoint that is of another model, damaged, or of a round that was not finished.
+        UserError: A checkpoint that is of another model, damaged, of a round that was not finished, or too old to train
+            on from.
     """
     config, start = job.train, _start(paths, model)
     init = lora.adapter_sha256(paths.init_adapter) if paths.init_adapter is not None else ""
@@ -152,7 +153,14 @@ def _start(paths: RoundPaths, model: ImageModel) -> checkpoint.TrainState | None
             expected=model.info.sha256,
             do="give its model",
         )
-    checkpoint.verify_files(paths.start, state)
+    gone = checkpoint.verify_files(paths.start, state)
+    if gone and not paths.out.exists() and not paths.partial.exists():
+        raise UserError(
+            f"its {', '.join(sorted(gone))} was removed when newer rounds were done (train.keep)",
+            where=str(paths.start),
+            expected="one of the newest rounds",
+            do="train on from a newer round, or start over with a larger train.keep",
+        )
     return state
 
 

@@ -49,6 +49,7 @@ class RoundSummary:
         clip_range: ε.
         resumed_at: Updates that an earlier call had made already.
         seconds: Wall time of this call.
+        removed: Files of an old round that are gone (``train.keep``).
     """
 
     checkpoint: Path
@@ -60,6 +61,7 @@ class RoundSummary:
     clip_range: float = 0.0
     resumed_at: int = 0
     seconds: float = 0.0
+    removed: frozenset[str] = frozenset()
 
 
 class Session:
