@@ -41,6 +41,18 @@ def test_prompt_tokens(folders):
     assert build.UNK not in words
 
 
+def test_nothing_is_stored_that_nobody_reads(folders):
+    from safetensors import safe_open
+
+    for file in (f for folder in folders for f in folder.rglob("*.json")):
+        text = file.read_text()
+        assert text == json.dumps(json.loads(text), separators=(",", ":")) + "\n", file
+    with safe_open(folders[0] / "text_encoder" / "model.safetensors", "pt") as weights:
+        names = weights.keys()
+        tower = sum(weights.get_tensor(n).numel() for n in names if n.startswith("vision_tower."))
+        assert 0 < tower < 0.05 * sum(weights.get_tensor(n).numel() for n in names)
+
+
 def test_same_seed_same_weights(folders, tmp_path):
     build.build_judge(tmp_path / "again", seed=1)
     name = "model.safetensors"

@@ -14,7 +14,7 @@ from cast_engine.judges.hf_judge import HFJudge
 from cast_engine.models.session import DrawRequest, ImageSession, SessionSpec
 from cast_engine.numerics.maps import remove_sinks
 from cast_engine.numerics.noise import member_seed
-from cast_engine.tinyworld import prompts, scenes
+from cast_engine.tinyworld import build, prompts, scenes
 from cast_engine.tinyworld.bundle import resolve, weights_dir
 from cast_engine.tinyworld.render import render_batch
 from cast_engine.tinyworld.scenes import COLOURS, RELATIONS, SHAPES, Spec
@@ -83,12 +83,19 @@ def right(images, graphs):
 
 
 def test_sizes():
-    files = list(weights_dir().rglob("*.safetensors"))
-    assert sum(f.stat().st_size for f in files) <= 10_000_000
-    pickles = [f for f in weights_dir().rglob("*") if f.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}]
-    assert not pickles
+    files = [f for f in weights_dir().rglob("*") if f.is_file()]
+    assert sum(f.stat().st_size for f in files) <= 10_000_000, "weights, tokenizers, configs and cards together"
+    assert {f.suffix for f in files} == {".safetensors", ".json", ".jinja", ".md"}, "no pickle, nothing of the training"
     for card in ("README.md", "flux2/MODEL_CARD.md", "judge/MODEL_CARD.md"):
         assert (weights_dir() / card).stat().st_size > 500
+
+
+def test_tokenizers_are_those_that_the_code_makes(tmp_path):
+    for name, made in (("flux2/tokenizer", build.flux_tokenizer()), ("judge", build.judge_tokenizer())):
+        made.save_pretrained(tmp_path / name)
+        build.compact_json(tmp_path / name)
+        file = f"{name}/tokenizer.json"
+        assert (weights_dir() / file).read_text() == (tmp_path / file).read_text()
 
 
 def test_settings_that_the_folder_cannot_hold():
