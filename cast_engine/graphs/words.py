@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+COUNTS = ("zero", *NUMBERS)
+"""Answers to "How many?": the word at index n says n."""
 VAGUE = ("some", "several", "many")
 """Determiners that name a group without saying how many."""
 
@@ -41,6 +45,19 @@ binoculars headphones sunglasses pyjamas pajamas tongs pliers series species dic
 """
 _UNCHANGED = frozenset(_UNCHANGED_WORDS.split())
 _HISSES = ("s", "x", "z", "ch", "sh")
+
+
+def count_word(count: int) -> str:
+    """Return the answer that says a number: a word up to ten, digits above."""
+    return COUNTS[count] if count < len(COUNTS) else str(count)
+
+
+def count_of(answer: str) -> int | None:
+    """Return the number that an answer says, as a word or in digits; None if it says none."""
+    text = answer.strip().lower()
+    if text in COUNTS:
+        return COUNTS.index(text)
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def plural(noun: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cast_engine.errors import UserError
-from cast_engine.graphs.words import NUMBERS
+from cast_engine.graphs.words import count_word
 from cast_engine.judges.base import AtomScores
 from cast_engine.tinyworld.scenes import SIZE
 from cast_engine.tinyworld.verify import Detection, Verdict, detect_batch, union, verify_detections
@@ -70,6 +70,5 @@ class ExactJudge:
 
 def _answer(atom: Atom, verdict: Verdict) -> str:
     if atom.kind is AtomKind.COUNT:
-        counted = verdict.counted or 0
-        return ("zero", *NUMBERS)[counted] if counted <= len(NUMBERS) else str(counted)
+        return count_word(verdict.counted or 0)
     return "Yes" if verdict.ok else "No"

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from cast_engine.errors import UserError
+from cast_engine.graphs.words import COUNTS
 from cast_engine.judges.templates import NEUTRAL_QUESTION, answer_text, variants
 from schemas.graph import Atom, AtomKind
 
 NEUTRAL_ANSWER = "Yes"
 """Appended to the neutral question: its map is read from an answer token too, so the two maps are comparable."""
 
-_COUNTS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _ZERO = ("zero", "Zero", " zero", " Zero", "0", " 0")  # GenEval 2's digits begin at one
 _NO = ("No", "no", " no", " No")
 
@@ -81,7 +81,7 @@ class Prompter:
         key = (atom.kind, atom.expected)
         if key not in self._candidates:
             if atom.kind is AtomKind.COUNT:
-                words: tuple[str, ...] = _COUNTS if atom.expected in _COUNTS else (*_COUNTS, atom.expected)
+                words: tuple[str, ...] = COUNTS if atom.expected in COUNTS else (*COUNTS, atom.expected)
                 spelled = [list(_ZERO), *(variants(atom.model_copy(update={"expected": word})) for word in words[1:])]
             else:
                 words, spelled = ("Yes", "No"), [variants(atom), list(_NO)]

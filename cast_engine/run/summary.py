@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cast_engine.graphs.words import count_of
 from cast_engine.run.layout import RunLayout
 from schemas.job import JobConfig
 from schemas.records import EvaluateMeta
@@ -18,7 +19,6 @@ BEFORE, DOUBLE = "base", "base-double-steps"
 """Names of the evaluations of the untrained model."""
 SKILLS = ("object", "attribute", "count", "relation", "atoms", "all_right")
 COUNTERS = ("over_count", "under_count")
-_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 Scores = Mapping[str, Mapping[str, float | int]]
@@ -73,9 +73,9 @@ def _image_scores(meta: EvaluateMeta) -> dict[str, float]:
     out["atoms"] = _mean([s for _, s in known])
     out["all_right"] = float(all(s >= 0.5 for _, s in known)) if known else math.nan
     asked = [
-        (counted, _NUMBERS.index(word))
+        (counted, wanted)
         for counted, word in zip(meta.counted, meta.expected, strict=False)
-        if counted is not None and word in _NUMBERS
+        if counted is not None and (wanted := count_of(word)) is not None
     ]
     out["over_count"] = _mean([float(c > n) for c, n in asked])
     out["under_count"] = _mean([float(c < n) for c, n in asked])

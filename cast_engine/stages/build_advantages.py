@@ -25,7 +25,6 @@ from schemas.records import AdvantageMeta, Status, split_key
 class AdvantageWorker:
     """Weighs the images of whole groups; needs no model."""
 
-    rollout: Path
     score: Path
     graphs: dict[str, SceneGraph]
     config: AdvantageConfig
@@ -130,7 +129,6 @@ def plan(
     )
     needed = sorted({split_key(k).prompt_id for s in score.plan for k in s.keys})
     kwargs: dict[str, Any] = {
-        "rollout": rollout.path,
         "score": score.path,
         "graphs": {p: graphs[p] for p in needed},
         "config": config,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cast_engine.graphs.words import count_of
 from cast_engine.judges.base import AtomScores, Judge
 from cast_engine.judges.load import load_judge
 from cast_engine.models.session import DrawRequest, ImageSession, SessionSpec
@@ -18,8 +19,6 @@ from cast_engine.store import Dataset, Sample, ShardPlan, encode_json, encode_pn
 from schemas.graph import SceneGraph
 from schemas.job import EvaluateConfig, JobConfig, ScoreConfig
 from schemas.records import EvaluateMeta, Status, sample_key, split_key
-
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 @dataclass
@@ -87,8 +86,7 @@ def _sample(key: str, graph: SceneGraph, seed: int, image: Any, scores: AtomScor
         kinds=kinds,
         scores=tuple(None if np.isnan(s) else float(s) for s in values),
         counted=tuple(
-            NUMBERS.index(answer) if kind == "count" and answer in NUMBERS else None
-            for kind, answer in zip(kinds, scores.answers, strict=True)
+            count_of(answer) if kind == "count" else None for kind, answer in zip(kinds, scores.answers, strict=True)
         ),
         expected=tuple(a.expected for a in graph.atoms),
     )

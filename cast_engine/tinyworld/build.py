@@ -17,6 +17,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from cast_engine.graphs.words import COUNTS
+
 IMAGE_SIZE = 64
 GRID = 8
 """Latent positions and judge image tokens per side: both see the same 8x8 grid."""
@@ -40,7 +42,6 @@ JUDGE_SPECIAL = (
 JUDGE_CELLS = tuple(f"<|cell_{i:02d}|>" for i in range(GRID * GRID))
 """Tokens that name a place in the picture, row by row; the judge is trained to point with them after its answer."""
 
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _VOCABULARY = {
     "colours": "red green blue yellow purple orange pink cyan black white brown gray grey",
     "shapes": "circle square triangle cross star diamond heart hexagon ring rectangle shape object",
@@ -87,7 +88,7 @@ def flux_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = [PAD, UNK, BOS, EOS, IMAGE_TOKEN]
-    words = [*_COLOURS, *_SHAPES, *_PLURALS, *NUMBERS, *_JOINTS, *_MARKS]
+    words = [*_COLOURS, *_SHAPES, *_PLURALS, *COUNTS, *_JOINTS, *_MARKS]
     vocab = list(dict.fromkeys([*special, *words]))
     return PreTrainedTokenizerFast(
         tokenizer_object=_word_tokenizer(vocab, UNK, special, lower=True),
@@ -106,7 +107,7 @@ def judge_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = [*JUDGE_SPECIAL, *JUDGE_CELLS]
-    lower = [*_COLOURS, *_SHAPES, *_PLURALS, *NUMBERS, *_JOINTS, *_QUESTION]
+    lower = [*_COLOURS, *_SHAPES, *_PLURALS, *COUNTS, *_JOINTS, *_QUESTION]
     words = [*lower, *(w.capitalize() for w in lower), *(str(i) for i in range(11)), *_MARKS]
     vocab = list(dict.fromkeys([*special, *words]))
     return PreTrainedTokenizerFast(

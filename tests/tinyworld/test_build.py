@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cast_engine.errors import UserError
+from cast_engine.graphs.words import COUNTS
 from cast_engine.tinyworld import build, bundle
 
 
@@ -83,7 +84,7 @@ def test_stock_judge_answers(folders):
 
 def test_answers_are_single_tokens_and_keep_their_case():
     tok = build.judge_tokenizer()
-    answers = ["Yes", "yes", "No", "no", *build.NUMBERS, *(n.capitalize() for n in build.NUMBERS)]
+    answers = ["Yes", "yes", "No", "no", *COUNTS, *(n.capitalize() for n in COUNTS)]
     answers += [str(i) for i in range(11)]
     ids = [tok.encode(a, add_special_tokens=False) for a in answers]
     assert all(len(i) == 1 and i[0] != tok.unk_token_id for i in ids)

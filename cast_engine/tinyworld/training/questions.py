@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cast_engine.graphs import templates
+from cast_engine.graphs.words import COUNTS
 from cast_engine.judges.templates import NEUTRAL_QUESTION, answer_text
 from cast_engine.tinyworld import build
 from cast_engine.tinyworld.prompts import PLURALS
@@ -84,7 +85,7 @@ class QuestionTable:
         return QuestionTable(
             torch.from_numpy(table).to(device),
             torch.tensor([len(r) for r in rows], device=device),
-            torch.tensor(tok.convert_tokens_to_ids(["Yes", "No", *build.NUMBERS]), device=device),
+            torch.tensor(tok.convert_tokens_to_ids(["Yes", "No", *COUNTS]), device=device),
             torch.tensor(tok.convert_tokens_to_ids(list(build.JUDGE_CELLS)), device=device),
             tok.convert_tokens_to_ids(names),
         )
