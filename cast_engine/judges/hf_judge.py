@@ -23,6 +23,7 @@ from cast_engine.judges import attention, vision
 from cast_engine.judges.base import AtomScores
 from cast_engine.judges.prompting import Prompter, Tail
 from cast_engine.models.checkpoint import fingerprint
+from cast_engine.models.load import torch_device, torch_dtype
 from cast_engine.numerics.soft_tifa import Mode, answer_probability
 from schemas.graph import Atom, SceneGraph
 
@@ -69,10 +70,8 @@ class HFJudge:
         batch_size: int = 16,
     ) -> None:
         self.path, self.mode, self.rows, self.batch_size = Path(path), mode, rows, batch_size
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
-        model = _load(self.path, dtype, self.device)
+        self.device = torch_device(device)
+        model = _load(self.path, torch_dtype(dtype), self.device)
         inner, config = model.model, model.config
         self._text, self._visual, self._head = inner.language_model, inner.visual, model.lm_head
         self._rope_index = inner.get_rope_index
@@ -235,7 +234,7 @@ def _split(items: list[_Item], scores: Tensor, answers: list[str], maps: Tensor,
     return out
 
 
-def _load(path: Path, dtype: str, device: torch.device) -> Any:
+def _load(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """Load the model in evaluation mode; one line for a folder that is not what it should be."""
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.utils import logging
@@ -256,7 +255,7 @@ def _load(path: Path, dtype: str, device: torch.device) -> Any:
     logging.disable_progress_bar()  # the stage has one of its own
     try:
         model = AutoModelForImageTextToText.from_pretrained(
-            path, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", **place
+            path, config=config, dtype=dtype, attn_implementation="sdpa", **place
         )
     finally:
         if bars:

@@ -121,6 +121,12 @@ def test_layers_default_to_the_middle_and_are_checked(vlm_folder):
         HFJudge(vlm_folder, device="cpu", layers=(5,))
 
 
+@pytest.mark.parametrize(("kind", "value"), [("device", "gpu"), ("device", "cuda:99"), ("dtype", "float16")])
+def test_impossible_devices_and_dtypes_are_refused(vlm_folder, kind, value):
+    with pytest.raises(UserError, match=value):
+        HFJudge(vlm_folder, **({"device": "cpu"} | {kind: value}))
+
+
 def test_hash_names_the_content(vlm_folders, tmp_path):
     a, b, _ = (HFJudge(f, device="cpu").model_sha256 for f in vlm_folders.values())
     assert len(a) == 64
