@@ -31,16 +31,18 @@ class EvaluateWorker:
     adapter: Path | None
     num_steps: int
     session: ImageSession | None = field(default=None, repr=False)
+    _ready: ImageSession | None = field(default=None, init=False, repr=False)
     judge: Judge | None = field(default=None, repr=False)
 
     def run(self, shard: ShardPlan) -> list[Sample]:
         """Draw and judge the shard's prompts."""
-        session = self.session = self.session or ImageSession(self.session_spec)
+        if self._ready is None:  # the adapter is hashed and read once, not for every shard
+            self._ready = self.session or ImageSession(self.session_spec)
+            self._ready.use_adapter(self.adapter)
         judge = self.judge = self.judge or load_judge(judge_config(self.config))
-        session.use_adapter(self.adapter)
         samples: list[Sample] = []
         for start in range(0, len(shard.keys), self.config.batch_size):
-            samples += self._batch(session, judge, shard.keys[start : start + self.config.batch_size])
+            samples += self._batch(self._ready, judge, shard.keys[start : start + self.config.batch_size])
         return samples
 
     def _batch(self, session: ImageSession, judge: Judge, keys: Sequence[str]) -> list[Sample]:

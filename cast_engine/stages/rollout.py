@@ -61,14 +61,16 @@ class RolloutWorker:
     adapter: Path | None
     num_steps: int
     session: ImageSession | None = field(default=None, repr=False)
+    _ready: ImageSession | None = field(default=None, init=False, repr=False)
 
     def run(self, shard: ShardPlan) -> list[Sample]:
         """Draw the shard's images in batches of ``batch_size``."""
-        session = self.session = self.session or ImageSession(self.session_spec)
-        session.use_adapter(self.adapter)
+        if self._ready is None:  # the adapter is hashed and read once, not for every shard
+            self._ready = self.session or ImageSession(self.session_spec)
+            self._ready.use_adapter(self.adapter)
         samples: list[Sample] = []
         for start in range(0, len(shard.keys), self.config.batch_size):
-            samples += self._draw(session, shard.keys[start : start + self.config.batch_size])
+            samples += self._draw(self._ready, shard.keys[start : start + self.config.batch_size])
         return samples
 
     def _draw(self, session: ImageSession, keys: Sequence[str]) -> list[Sample]:
