@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -13,6 +14,9 @@ from cast_engine.store import atomic
 if TYPE_CHECKING:
     from cast_engine.models.base import ImageModel, PromptEmbeds
     from schemas.graph import Prompt
+
+KEPT_BYTES = 2**30
+"""Embeds that stay in memory; one prompt of FLUX.2 takes 16 MB."""
 
 
 class EmbedCache:
@@ -71,6 +75,29 @@ class EmbedCache:
                 return hashlib.file_digest(f, "sha256").hexdigest()
         except OSError as exc:
             raise DatasetError("no such embed", where=str(self.path(prompt_id)), do="run `cast-engine embed`") from exc
+
+
+class RecentEmbeds:
+    """The embeds that were read last, up to a number of bytes; the one just read stays whatever its size."""
+
+    def __init__(self, cache: EmbedCache, limit: int = KEPT_BYTES) -> None:
+        self.cache, self.limit, self.bytes = cache, limit, 0
+        self._kept: OrderedDict[str, PromptEmbeds] = OrderedDict()
+
+    def get(self, prompt_id: str) -> PromptEmbeds:
+        """Return the embeds of a prompt, from memory or as :meth:`EmbedCache.get` does."""
+        if prompt_id not in self._kept:
+            self._kept[prompt_id] = self.cache.get(prompt_id)
+            self.bytes += _size(self._kept[prompt_id])
+        self._kept.move_to_end(prompt_id)
+        while self.bytes > self.limit and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self.bytes -= _size(oldest)
+        return self._kept[prompt_id]
+
+
+def _size(embeds: PromptEmbeds) -> int:
+    return sum(t.nbytes for t in embeds.values())
 
 
 def fill(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cast_engine.models import lora
-from cast_engine.models.embeds import EmbedCache, fill
+from cast_engine.models.embeds import EmbedCache, RecentEmbeds, fill
 from cast_engine.models.load import load_image_model, torch_dtype
 from cast_engine.models.sampling import sample
 from schemas.graph import Prompt
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
-
-    from cast_engine.models.base import PromptEmbeds
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,7 @@ class ImageSession:
         geometry: sizes of its images and latents.
         guidance: as used and recorded.
         adapter_sha256: of the adapter that draws; "" for the bare model.
+        embeds: of prompts, from disk or from memory.
     """
 
     def __init__(self, spec: SessionSpec) -> None:
@@ -74,7 +73,7 @@ class ImageSession:
         self.guidance = self.model.resolve_guidance(spec.model.guidance)
         self.adapter_sha256 = ""
         self._cache = EmbedCache(spec.embeds, self.model.info.encoder_sha256)
-        self._embeds: dict[str, PromptEmbeds] = {}
+        self.embeds = RecentEmbeds(self._cache)
         self._adapter: Path | None = None
         self._in_place = False
 
@@ -127,7 +126,7 @@ class ImageSession:
         self._prepare()
         drawn = sample(
             self.model,
-            [self._embed(p) for p in request.prompt_ids],
+            [self.embeds.get(p) for p in request.prompt_ids],
             request.seeds,
             initial_seeds=request.initial_seeds,
             sigmas=self.model.sigmas(request.num_steps, self.geometry),
@@ -153,8 +152,3 @@ class ImageSession:
         else:
             lora.load_lora(transformer, self._adapter)
         self._in_place = True
-
-    def _embed(self, prompt_id: str) -> PromptEmbeds:
-        if prompt_id not in self._embeds:
-            self._embeds[prompt_id] = self._cache.get(prompt_id)
-        return self._embeds[prompt_id]

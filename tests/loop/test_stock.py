@@ -129,7 +129,7 @@ def test_latents_of_the_exported_adapter(with_adapter, finished):
     bare = session.draw(request).final
     session.use_adapter(finished / "rounds/0001/train/ema.safetensors")
     ours = session.draw(request).final
-    embeds = torch.stack([session._embed(m["prompt_id"])["prompt_embeds"] for m in metas])
+    embeds = torch.stack([session.embeds.get(m["prompt_id"])["prompt_embeds"] for m in metas])
     beside = (ours - stock_latents(with_adapter, embeds, request.seeds)).abs()
     assert beside.median() < 1e-6
     assert beside.amax((1, 2)).median() < 1e-5
@@ -146,7 +146,7 @@ def test_velocity_of_the_exported_adapter(with_adapter, finished):
     session.use_adapter(finished / "rounds/0001/train/ema.safetensors")
     session._prepare()
     model, geometry = session.model, session.geometry
-    condition = model.condition([session._embed(meta["prompt_id"])], geometry)
+    condition = model.condition([session.embeds.get(meta["prompt_id"])], geometry)
     x = model.initial_noise(meta["seed"], geometry)[None]
     with torch.no_grad():
         ours = model.velocity(x, torch.tensor([0.7]), condition, torch.tensor([2.0]))

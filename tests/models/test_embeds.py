@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cast_engine.errors import DatasetError, UserError
-from cast_engine.models.embeds import EmbedCache, fill
+from cast_engine.models.embeds import EmbedCache, RecentEmbeds, fill
 from cast_engine.models.load import load_image_model
 from schemas.graph import Prompt
 
@@ -135,3 +135,25 @@ def test_the_real_encoder_fills_a_cache(folder, tmp_path):
     assert fill(model, cache, [Prompt.of("two cats")]) == 1
     assert model.events == ["load text_encoder", "free text_encoder"]
     assert cache.get(Prompt.of("two cats").prompt_id)["prompt_embeds"].shape == (64, 32)
+
+
+class Disk:
+    """A cache of embeds of 100 bytes that notes what is read from it."""
+
+    def __init__(self):
+        self.read = []
+
+    def get(self, prompt_id):
+        self.read.append(prompt_id)
+        return {"prompt_embeds": torch.zeros(80, dtype=torch.uint8), "mask": torch.zeros(20, dtype=torch.uint8)}
+
+
+def test_memory_keeps_the_embeds_used_last_up_to_a_number_of_bytes():
+    disk = Disk()
+    recent = RecentEmbeds(disk, limit=250)
+    for prompt in "abacab":
+        assert recent.get(prompt)["mask"].nbytes == 20
+        assert recent.bytes <= 250
+    assert disk.read == ["a", "b", "c", "b"]  # c took the place of b: a had been used after it
+    small = RecentEmbeds(disk, limit=10)
+    assert small.get("a") is small.get("a")
