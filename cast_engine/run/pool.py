@@ -40,7 +40,7 @@ class WorkerSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
     threads: int | None = None
     env: tuple[dict[str, str], ...] = ()
-    """Environment of each worker process, e.g. one CUDA device each."""
+    """Environments that worker processes take in turn, see :func:`cast_engine.run.devices.device_environments`."""
 
 
 @contextmanager
@@ -117,10 +117,25 @@ def run_pool(
 def _start(context: Any, path: Path, spec: WorkerSpec, slot: int) -> _Process:
     parent, child = context.Pipe()
     env = spec.env[slot % len(spec.env)] if spec.env else {}
-    process = context.Process(target=_serve, args=(child, str(path), spec, env), daemon=True)
-    process.start()
+    process = context.Process(target=_serve, args=(child, str(path), spec), daemon=True)
+    with _environment(env):  # inherited, so that it holds before the worker imports anything
+        process.start()
     child.close()
     return _Process(process, parent)
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _hand_over(member: _Process, shard: ShardPlan, attempts: dict[int, int]) -> None:
@@ -168,10 +183,9 @@ def _stop(member: _Process) -> None:
     member.process.join()
 
 
-def _serve(pipe: Any, path: str, spec: WorkerSpec, env: dict[str, str]) -> None:
+def _serve(pipe: Any, path: str, spec: WorkerSpec) -> None:
     """Body of a worker process: shards in, receipts (None or an error) out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.update(env)
     with threads(spec.threads):
         _work(pipe, Dataset.open(Path(path)), spec)
 

@@ -14,6 +14,7 @@ from cast_engine.judges.base import AtomScores, Judge
 from cast_engine.judges.load import load_judge
 from cast_engine.models.session import DrawRequest, ImageSession, SessionSpec
 from cast_engine.numerics.noise import member_seed
+from cast_engine.run.devices import device_environments
 from cast_engine.run.pool import WorkerSpec
 from cast_engine.store import Dataset, Sample, ShardPlan, encode_json, encode_png
 from schemas.graph import SceneGraph
@@ -150,7 +151,8 @@ def plan(
         "adapter": adapter,
         "num_steps": num_steps,
     }
-    spec = WorkerSpec(EvaluateWorker, kwargs, threads=config.threads)
+    env = device_environments(config.workers, job.model.device)
+    spec = WorkerSpec(EvaluateWorker, kwargs, threads=config.threads, env=env)
     return dataset, spec, EvaluateWorker(**kwargs, session=session, judge=judge)
 
 

@@ -12,6 +12,7 @@ from cast_engine.errors import UserError
 from cast_engine.models.session import DrawRequest, ImageSession, SessionSpec
 from cast_engine.numerics.noise import member_seed
 from cast_engine.numerics.sde import step_report, window_steps
+from cast_engine.run.devices import device_environments
 from cast_engine.run.pool import WorkerSpec
 from cast_engine.store import Dataset, Sample, ShardPlan, encode_json, encode_png, encode_tensors
 from schemas.graph import SceneGraph
@@ -185,7 +186,8 @@ def plan(
         "prompts": {p: scene_graphs[p].prompt for p in chosen},
         "num_steps": num_steps,
     }
-    spec = WorkerSpec(RolloutWorker, kwargs, threads=config.threads)
+    env = device_environments(config.workers, job.model.device)
+    spec = WorkerSpec(RolloutWorker, kwargs, threads=config.threads, env=env)
     return dataset, spec, RolloutWorker(**kwargs, session=session)
 
 

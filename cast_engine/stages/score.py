@@ -11,6 +11,7 @@ import torch
 
 from cast_engine.judges.base import AtomScores, Judge
 from cast_engine.judges.load import load_judge
+from cast_engine.run.devices import device_environments
 from cast_engine.run.pool import WorkerSpec
 from cast_engine.store import Dataset, Reader, Sample, ShardPlan, decode_png, encode_json, encode_tensors
 from schemas.graph import SceneGraph
@@ -101,4 +102,6 @@ def plan(
         "graphs": {p: graphs[p] for p in sorted(needed)},
         "config": config,
     }
-    return dataset, WorkerSpec(ScoreWorker, kwargs, threads=config.threads), ScoreWorker(**kwargs, judge=judge)
+    env = device_environments(config.workers, config.device)
+    spec = WorkerSpec(ScoreWorker, kwargs, threads=config.threads, env=env)
+    return dataset, spec, ScoreWorker(**kwargs, judge=judge)

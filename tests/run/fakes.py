@@ -10,6 +10,9 @@ from cast_engine.errors import UserError
 from cast_engine.store import Sample
 from schemas.graph import Prompt
 
+SEEN = os.environ.get("CUDA_VISIBLE_DEVICES")
+"""When this module was imported."""
+
 
 def prompt_ids(n: int) -> list[str]:
     return [Prompt.of(f"prompt {i}").prompt_id for i in range(n)]
@@ -43,6 +46,17 @@ class FakeWorker:
             raise UserError("no such model", where="model.path")
         if self.fault == "slow":
             time.sleep(60)
+
+
+@dataclass
+class SeesDevices:
+    """Notes the devices that its process had when it imported this module."""
+
+    folder: Path
+
+    def run(self, shard):
+        (self.folder / f"{shard.shard_id}").write_text(str(SEEN))
+        return [Sample(key, {"prompt.json": b"{}"}, {"prompt_id": key}) for key in shard.keys]
 
 
 @dataclass
