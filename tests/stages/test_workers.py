@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from cast_engine.errors import FailuresError
 from cast_engine.judges.exact_judge import ExactJudge
@@ -108,26 +107,6 @@ def test_a_shard_of_an_evaluation_holds_whole_prompts(run, tmp_path):
     assert {len({k.prompt_id for k in shard}) for shard in keys[:-1]} <= {2}
     assert len(keys[0]) == 6
     assert {tuple(k.member for k in shard[i : i + 3]) for shard in keys for i in range(0, len(shard), 3)} == {(0, 1, 2)}
-
-
-def test_workers_of_every_stage_have_a_device_each(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,8")
-    config = {"workers": 2, "num_steps": 8}
-    job = JobConfig.model_validate({"rollout": config, "score": {"workers": 2}})
-    session, texts = (
-        Session(),
-        [f"{n} {c} circles" for n in ("two", "three") for c in ("red", "blue", "green", "yellow")],
-    )
-    graphs = {g.prompt_id: g for g in map(csg.parse, texts)}
-    parent = Dataset.open(run.layout.graphs("train"))
-    planned = [
-        rollout.plan(tmp_path / "r", job, parent, graphs, session, round_=0, adapter=None),
-        score.plan(tmp_path / "s", job.score, run.rollout, graphs_of(run), ExactJudge()),
-        evaluation(run, tmp_path / "e", ExactJudge(), workers=2),
-    ]
-    for _, spec, _ in planned:
-        assert [e["CUDA_VISIBLE_DEVICES"] for e in spec.env] == ["3", "8"]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
