@@ -74,15 +74,13 @@ def run(
 def _show(path: Path) -> None:
     from rich.console import Console
 
-    from cast_engine.stages.summarise import read, summary_table
+    from cast_engine.stages.summarise import read, summary_table, warnings_of
 
     summary = read(path)
     console = Console()
     console.print(summary_table(summary))
-    if summary["warning"]:
-        console.print(f"warning: {summary['warning']}")
-    if summary["reward_judge"] == summary["evaluation_judge"]:
-        console.print("note: the judge that gave the reward also reports these figures")
+    for warning in warnings_of(summary):
+        console.print(f"warning: {warning}", soft_wrap=True)
     images, updates = summary["images"], summary["updates"]
     console.print(f"{images} images, {updates} updates; report: {path.parent / 'report.html'}", soft_wrap=True)
 

@@ -21,7 +21,7 @@ from cast_engine.run import stopped
 from cast_engine.run.console import progress, record_timing, say
 from cast_engine.run.layout import RunLayout
 from cast_engine.run.runfile import hand_down, open_run, read_run
-from cast_engine.run.summary import BEFORE, DOUBLE
+from cast_engine.run.summary import BEFORE, DOUBLE, judge_warning
 from cast_engine.store import Dataset
 from schemas.graph import Prompt, SceneGraph
 from schemas.job import JobConfig
@@ -59,11 +59,13 @@ class Pipeline:
 
     @cached_property
     def evaluation_judge(self) -> Judge:
-        """The judge that reports the gain; never the one that gave the reward."""
+        """The judge that reports the gain; it is said when it gives the reward too."""
         from cast_engine.judges.load import load_judge
         from cast_engine.stages.evaluate import judge_config
 
-        return load_judge(judge_config(self.job.evaluate))
+        if warning := judge_warning(self.job):
+            say(f"warning: {warning}")
+        return load_judge(judge_config(self.job.evaluate), "evaluate")
 
     def graphs(self, split: str) -> dict[str, SceneGraph]:
         """Return the scene graphs of a split by prompt id."""

@@ -214,6 +214,10 @@ class EvaluateConfig(_Section):
     """Held-out evaluation: ODE, fixed noise, a judge that never gave a reward."""
 
     judge: str = "exact"
+    """As for ``score``. ``exact`` has no weights: model, dtype and device below are not used then."""
+    model: str = "tinyworld:judge"
+    """Another one than that of ``score``, or the judge that gives the reward reports the gain too (warned of)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
     every: int | None = Field(None, ge=1)
     """Also evaluate after every so many rounds (the last round always is)."""
     double_steps: bool = True
@@ -226,7 +230,14 @@ class EvaluateConfig(_Section):
     batch_size: int = execution(32, ge=1)
     workers: int = execution(1, ge=1)
     threads: int | None = execution(None, ge=1)
+    device: str = execution("auto")
+    """Of the judge; ``model.device`` is where images are drawn."""
     python: str | None = execution(None)
+
+    def semantic(self) -> dict[str, Any]:
+        """Return the fields that decide the numbers; the exact judge has no model."""
+        unused = {"model", "dtype"} if self.judge == "exact" else set()
+        return {name: value for name, value in super().semantic().items() if name not in unused}
 
 
 class ReportConfig(_Section):

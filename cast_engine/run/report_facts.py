@@ -11,7 +11,7 @@ from cast_engine.run.console import read_timings
 from cast_engine.run.layout import RunLayout
 from cast_engine.run.report_data import Evaluation, RoundFigures
 from cast_engine.store.dataset import Dataset
-from schemas.job import JobConfig
+from schemas.job import EvaluateConfig, JobConfig, ScoreConfig
 
 Pairs = list[tuple[str, str]]
 RULES = {
@@ -43,15 +43,18 @@ def _model(job: JobConfig) -> Pairs:
     credit = job.advantages
     rule = f"{credit.credit}: {RULES[credit.credit]}"
     maps = f"λ = {credit.map_blend:g}, c_K {credit.scale}" if credit.credit != "scalar" else "no maps"
-    reward = job.score.judge if job.score.judge == "exact" else f"{job.score.judge} ({job.score.model})"
     return [
         ("Model", f"{job.model.path}, {job.model.dtype}"),
         ("Trained", f"LoRA, rank {job.train.lora.rank}, alpha {job.train.lora.alpha:g}"),
         ("Credit rule", rule),
         ("Maps", maps + (", child atoms gated by their parents" if credit.dependency == "gate" else "")),
-        ("Judge of the reward", reward),
-        ("Judge of the evaluation", job.evaluate.judge),
+        ("Judge of the reward", _judge(job.score)),
+        ("Judge of the evaluation", _judge(job.evaluate)),
     ]
+
+
+def _judge(config: ScoreConfig | EvaluateConfig) -> str:
+    return config.judge if config.judge == "exact" else f"{config.judge} ({config.model})"
 
 
 def _budget(

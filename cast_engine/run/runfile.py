@@ -124,7 +124,8 @@ def _is_handed_down(handle: IO[str]) -> bool:
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
     out: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(old.keys() | new.keys()):
+    # what only one side has goes last: it depends on a field that both have, such as a judge without a model
+    for key in sorted(old.keys() | new.keys(), key=lambda k: (k not in old or k not in new, k)):
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             out |= _differences(a, b, f"{prefix}{key}.")

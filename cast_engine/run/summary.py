@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from cast_engine.graphs.words import count_of
+from cast_engine.judges.load import same_judge
 from cast_engine.run.layout import RunLayout
 from schemas.job import JobConfig
 from schemas.records import EvaluateMeta
@@ -150,6 +151,13 @@ def percent(mean: float | None, spread: float | None, sign: str = "", between: s
         return "–"
     shown = f"{100 * mean:{sign}.1f}"
     return shown if spread is None or math.isnan(spread) else f"{shown}{between}{100 * spread:.1f}"
+
+
+def judge_warning(job: JobConfig) -> str | None:
+    """Say so when the judge that gave the reward marks its own work."""
+    if same_judge(job.score, job.evaluate):
+        return "the judge that gave the reward also reports the gain"
+    return None
 
 
 def count_warning(difference: Mapping[str, Mapping[str, float | int]]) -> str | None:

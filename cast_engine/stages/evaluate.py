@@ -40,7 +40,7 @@ class EvaluateWorker:
         if self._ready is None:  # the adapter is hashed and read once, not for every shard
             self._ready = self.session or ImageSession(self.session_spec)
             self._ready.use_adapter(self.adapter)
-        judge = self.judge = self.judge or load_judge(judge_config(self.config))
+        judge = self.judge = self.judge or load_judge(judge_config(self.config), "evaluate")
         samples: list[Sample] = []
         for start in range(0, len(shard.keys), self.config.batch_size):
             samples += self._batch(self._ready, judge, shard.keys[start : start + self.config.batch_size])
@@ -73,7 +73,13 @@ class EvaluateWorker:
 
 def judge_config(config: EvaluateConfig) -> ScoreConfig:
     """Return the evaluation judge's section in the form that judges are loaded from."""
-    return ScoreConfig(judge=config.judge, batch_size=config.batch_size)
+    return ScoreConfig(
+        judge=config.judge,
+        model=config.model,
+        dtype=config.dtype,
+        device=config.device,
+        batch_size=config.batch_size,
+    )
 
 
 def _sample(key: str, graph: SceneGraph, seed: int, image: Any, scores: AtomScores, drawn: dict[str, Any]) -> Sample:
@@ -151,7 +157,7 @@ def plan(
         "adapter": adapter,
         "num_steps": num_steps,
     }
-    env = device_environments(config.workers, job.model.device)
+    env = device_environments(config.workers, job.model.device, config.device)
     spec = WorkerSpec(EvaluateWorker, kwargs, threads=config.threads, env=env)
     return dataset, spec, EvaluateWorker(**kwargs, session=session, judge=judge)
 

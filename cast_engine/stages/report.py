@@ -20,7 +20,17 @@ from cast_engine.run.report_charts import LABELS
 from cast_engine.run.report_data import Evaluation, Notes, RoundFigures
 from cast_engine.run.report_images import scale_colours
 from cast_engine.run.report_plots import Chart, Drawn, draw
-from cast_engine.run.summary import BEFORE, COUNTERS, DOUBLE, SKILLS, Scores, count_warning, evaluations, paired
+from cast_engine.run.summary import (
+    BEFORE,
+    COUNTERS,
+    DOUBLE,
+    SKILLS,
+    Scores,
+    count_warning,
+    evaluations,
+    judge_warning,
+    paired,
+)
 from cast_engine.store.atomic import write_file
 from schemas.graph import SceneGraph
 from schemas.job import JobConfig
@@ -155,7 +165,7 @@ def _context(run: _Run) -> dict[str, Any]:
         "finished": run.finished,
         "headline": _headline(run, difference),
         "warning": count_warning(difference) if difference else None,
-        "same_judge": job.score.judge == job.evaluate.judge,
+        "same_judge": judge_warning(job) is not None,
         "table": _table(run, difference),
         "columns": _columns(run),
         "facts": report_facts.facts(layout, job, run.rounds, run.updates, run.states, run.evaluations),

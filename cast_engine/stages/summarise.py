@@ -20,6 +20,7 @@ from cast_engine.run.summary import (
     count_warning,
     evaluations,
     final_name,
+    judge_warning,
     paired,
     percent,
     score_prompts,
@@ -99,6 +100,7 @@ def write(layout: RunLayout, job: JobConfig) -> dict[str, Any]:
         "after_minus_double_steps": paired(scores[DOUBLE], after) if DOUBLE in scores else None,
         "during": {name: aggregate(s) for name, s in scores.items() if name.startswith("round-")},
         "warning": count_warning(difference),
+        "judge_warning": judge_warning(job),
         "images": _drawn(layout, job),
         "updates": last["update"],
         "seconds": read_timings(layout.timings),
@@ -132,7 +134,12 @@ def summary_table(summary: dict[str, Any]) -> Any:
 
 def warnings(summaries: dict[str, dict[str, Any]]) -> list[str]:
     """Return what there is to say of some of the runs that are compared, by the run's name."""
-    return [f"{name}: {summary['warning']}" for name, summary in summaries.items() if summary.get("warning")]
+    return [f"{name}: {said}" for name, summary in summaries.items() for said in warnings_of(summary)]
+
+
+def warnings_of(summary: dict[str, Any]) -> list[str]:
+    """Return what a reader of a run's figures must know."""
+    return [said for key in ("warning", "judge_warning") if (said := summary.get(key))]
 
 
 def comparison_table(summaries: dict[str, dict[str, Any]]) -> Any:

@@ -1,12 +1,14 @@
 """Which judge a job gets."""
 
+import shutil
 import sys
 
 import pytest
 
 from cast_engine.errors import UserError
-from cast_engine.judges.load import load_judge
-from schemas.job import ScoreConfig
+from cast_engine.judges.load import load_judge, same_judge
+from cast_engine.stages.evaluate import judge_config
+from schemas.job import EvaluateConfig, ScoreConfig
 
 OWN = """
 class Good:
@@ -64,3 +66,26 @@ def test_what_is_no_judge_is_said_in_one_line(own_module, name, says):
 def test_a_missing_folder_is_said(tmp_path):
     with pytest.raises(UserError, match="no model folder"):
         load_judge(ScoreConfig(model=str(tmp_path / "nowhere"), device="cpu"))
+
+
+def test_the_evaluation_has_a_model_of_its_own(vlm_folders):
+    folder = str(vlm_folders["qwen2_5_vl"])
+    config = EvaluateConfig(judge="hf", model=folder, dtype="bfloat16", device="cpu", batch_size=3)
+    judge = load_judge(judge_config(config), "evaluate")
+    assert (str(judge.path), str(judge._text.dtype), judge.batch_size) == (folder, "torch.bfloat16", 3)
+    with pytest.raises(UserError, match=r"evaluate\.judge.*nonsense|nonsense.*evaluate\.judge"):
+        load_judge(judge_config(EvaluateConfig(judge="nonsense")), "evaluate")
+
+
+def test_one_judge_for_reward_and_gain_is_known_by_its_content(vlm_folders, tmp_path):
+    here, other = str(vlm_folders["qwen3_vl"]), str(vlm_folders["qwen2_5_vl"])
+    copy = str(shutil.copytree(here, tmp_path / "copy"))
+    score = ScoreConfig(model=here, layers=(1,))
+    assert same_judge(score, EvaluateConfig(judge="hf", model=here, dtype="bfloat16"))
+    assert same_judge(score, EvaluateConfig(judge="hf", model=copy))
+    assert not same_judge(score, EvaluateConfig(judge="hf", model=other))
+    assert not same_judge(score, EvaluateConfig(judge="exact", model=here))
+    assert same_judge(ScoreConfig(judge="exact", model=here), EvaluateConfig(judge="exact", model=other))
+    gone = ScoreConfig(model="/gone")  # a report is written again where the model is not
+    assert same_judge(gone, EvaluateConfig(judge="hf", model="/gone"))
+    assert not same_judge(gone, EvaluateConfig(judge="hf", model=here))

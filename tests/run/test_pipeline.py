@@ -114,6 +114,14 @@ def test_what_a_guard_stopped_is_forgotten_when_the_run_goes_on(made, monkeypatc
     assert not layout.stopped.exists()
 
 
+@pytest.mark.parametrize("judge", ["hf", "exact"])
+def test_a_judge_that_marks_its_own_work_is_said_when_it_is_loaded(tmp_path, capsys, judge):
+    job = JobConfig.model_validate({"score": {"device": "cpu"}, "evaluate": {"judge": judge, "device": "cpu"}})
+    assert Pipeline(job, tmp_path / "run").evaluation_judge.name == judge
+    warned = "warning: the judge that gave the reward also reports the gain" in capsys.readouterr().err
+    assert warned == (judge == job.score.judge)
+
+
 def test_a_stage_without_its_predecessor_names_the_command(made):
     with pytest.raises(Exception, match="run `cast-engine rollout` first"):
         made.score(0)

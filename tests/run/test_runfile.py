@@ -7,7 +7,7 @@ import pytest
 
 from cast_engine.errors import DatasetError, UserError
 from cast_engine.run.runfile import hand_down, lock_run, open_run, read_run
-from schemas.job import JobConfig
+from schemas.job import EvaluateConfig, JobConfig
 
 
 def test_a_changed_number_is_refused_and_named(tmp_path):
@@ -16,6 +16,22 @@ def test_a_changed_number_is_refused_and_named(tmp_path):
     with pytest.raises(DatasetError, match=r"train\.learning_rate is 0\.1 now.*0\.0003, as this run was started"):
         open_run(path, JobConfig.model_validate({"train": {"learning_rate": 0.1}}))
     assert read_run(path) == JobConfig()
+
+
+def test_another_judge_of_the_evaluation_is_named_not_the_model_it_brings(tmp_path):
+    path = tmp_path / "run.json"
+    open_run(path, JobConfig())
+    with pytest.raises(DatasetError, match=r"evaluate\.judge is 'hf' now.*'exact', as this run was started"):
+        open_run(path, JobConfig.model_validate({"evaluate": {"judge": "hf"}}))
+
+
+def test_what_the_exact_judge_does_not_use_is_no_part_of_the_job(tmp_path):
+    path = tmp_path / "run.json"
+    open_run(path, JobConfig())
+    open_run(path, JobConfig.model_validate({"evaluate": {"model": "another", "dtype": "bfloat16", "device": "cpu"}}))
+    for change in ({"model": "another"}, {"dtype": "bfloat16"}):
+        one, other = (EvaluateConfig.model_validate({"judge": "hf", **c}).semantic() for c in ({}, change))
+        assert one != other
 
 
 def test_execution_fields_may_change(tmp_path):

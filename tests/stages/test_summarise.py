@@ -102,3 +102,17 @@ def test_the_report_of_a_run_that_is_under_way(tmp_path):
     assert "not finished" in result.output
     assert layout.report.exists()
     assert not layout.summary.exists()
+
+
+@pytest.mark.parametrize("model", ["tinyworld:judge", "another"])
+def test_a_judge_that_marks_its_own_work_is_in_the_summary_and_on_the_console(run, model):
+    layout, job = run
+    body = json.loads(layout.run_file.read_text())
+    body["config"]["evaluate"] |= {"judge": job.score.judge, "model": model}
+    layout.run_file.write_text(json.dumps(body))
+    result = CliRunner().invoke(app, ["report", str(layout.root)])
+    said = "the judge that gave the reward also reports the gain" if model == job.score.model else None
+    summary = summarise.read(layout.summary)
+    assert summary["judge_warning"] == said
+    assert (f"warning: {said}" in result.output) == bool(said)
+    assert summarise.warnings({"a": summary}) == [f"a: {said}"] * bool(said)
