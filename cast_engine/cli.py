@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cast_engine.errors import FailuresError, UserError, handle_errors
+from cast_engine.errors import FailuresError, UserError, handle_errors, quiet_hang_up
 
 if TYPE_CHECKING:
     from cast_engine.pipeline import Pipeline
@@ -258,4 +258,5 @@ def _datasets(folder: Path) -> list[Dataset]:
 
 def main() -> None:
     """Entry point of `cast-engine`."""
-    app()
+    with quiet_hang_up():
+        app()

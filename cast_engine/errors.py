@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
+import select
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+
+_STDOUT = 1
+"""File descriptor of standard output."""
 
 
 class ExitCode(IntEnum):
@@ -20,6 +25,7 @@ class ExitCode(IntEnum):
     GUARD = 4  # training was stopped by a guard
     NO_SPACE = 5
     INTERRUPTED = 75  # run the same command again
+    READER_GONE = 141  # nobody reads the output any more, as in `cast-engine status RUN | head -1`
 
 
 class CastError(Exception):
@@ -85,6 +91,11 @@ def handle_errors() -> Iterator[None]:
         _leave(str(error), error.exit_code)
     except KeyboardInterrupt:
         _leave("interrupted; run the same command again to go on", ExitCode.INTERRUPTED)
+    except BrokenPipeError as error:
+        if not _reader_gone():  # a pipe of our own
+            traceback.print_exc()
+            raise SystemExit(int(ExitCode.BUG)) from error
+        _hang_up()
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             traceback.print_exc()
@@ -93,6 +104,36 @@ def handle_errors() -> Iterator[None]:
     except Exception as error:
         traceback.print_exc()
         raise SystemExit(int(ExitCode.BUG)) from error
+
+
+@contextmanager
+def quiet_hang_up() -> Iterator[None]:
+    """End a command with its own exit code when nobody reads its output any more.
+
+    Goes around the whole program: help and tables are printed by libraries that turn a broken pipe into exit code 1.
+
+    Raises:
+        SystemExit: As it came, or with ``ExitCode.READER_GONE``.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError) and error.__cause__ is None:  # with one it is a bug
+            _hang_up()
+        raise
+
+
+def _reader_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads from."""
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    return any(found & select.POLLERR for _, found in poll.poll(0))
+
+
+def _hang_up() -> None:
+    """End without a word; what is left in the buffers of standard output goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+    raise SystemExit(int(ExitCode.READER_GONE)) from None
 
 
 def _leave(message: str, code: ExitCode) -> None:

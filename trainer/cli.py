@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cast_engine.errors import UserError, handle_errors
+from cast_engine.errors import UserError, handle_errors, quiet_hang_up
 
 if TYPE_CHECKING:
     from schemas.job import JobConfig
@@ -54,7 +54,8 @@ def train(
 
 def main() -> None:
     """Entry point of ``cast-train``."""
-    app()
+    with quiet_hang_up():
+        app()
 
 
 def describe(summary: RoundSummary) -> str:
