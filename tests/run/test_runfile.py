@@ -37,7 +37,11 @@ def test_what_the_exact_judge_does_not_use_is_no_part_of_the_job(tmp_path):
 def test_execution_fields_may_change(tmp_path):
     path = tmp_path / "run.json"
     open_run(path, JobConfig())
-    open_run(path, JobConfig.model_validate({"rollout": {"workers": 4, "batch_size": 8}, "model": {"device": "cpu"}}))
+    before = path.read_bytes()
+    later = JobConfig.model_validate({"rollout": {"workers": 4, "batch_size": 8}, "model": {"device": "cpu"}})
+    open_run(path, later)
+    assert path.read_bytes() == before, "it holds the job as it was started"
+    assert read_run(path) == JobConfig() != later
 
 
 def test_no_run_folder(tmp_path):
