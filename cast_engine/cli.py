@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cast_engine.errors import FailuresError, UserError, handle_errors, quiet_hang_up
+from cast_engine.errors import FailuresError, UserError, handle_errors, help_end, quiet_hang_up
 
 if TYPE_CHECKING:
     from cast_engine.pipeline import Pipeline
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="cast-engine",
-    help="Make training data for CAST: rollouts, atom scores, attention maps and signed spatial advantages.",
+    help="""Reinforcement learning of text-to-image models that should draw what the prompt says.
+
+    `run` does a whole job. The commands from `prompts` to `evaluate` do it in steps, each from folder to folder; after
+    `build-advantages` comes `cast-train`. All fields of a job, their defaults and their meaning: schemas/job.py.""",
+    epilog=help_end("cast-engine run jobs/tiny.yaml", "cast-engine COMMAND --help"),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -24,12 +28,33 @@ app = typer.Typer(
 )
 
 JobFile = Annotated[
-    Path | None, typer.Option("--config", "-c", help="Job file (YAML).", show_default="the run folder's, or defaults")
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        help="Job file (YAML).",
+        show_default="that of the run folder, or all defaults",
+    ),
 ]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a field: key.path=value. Repeatable.")]
-RunFolder = Annotated[Path | None, typer.Option("--run", "--out", help="Run folder.", show_default="runs/NAME")]
-Round = Annotated[int, typer.Option("--round", min=0, help="Index of the round, from 0.")]
-DatasetFolder = Annotated[Path, typer.Argument(help="Folder of a dataset, or a run folder.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set one field of the job, such as train.learning_rate=1e-4. Repeatable."
+    ),
+]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--run",
+        "--out",
+        metavar="FOLDER",
+        help="Run folder: where all that is made lies.",
+        show_default="the job's `out`, or runs/NAME with the job's `name`",
+    ),
+]
+Round = Annotated[int, typer.Option("--round", metavar="N", min=0, help="Index of the round, from 0.")]
+DatasetFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a dataset, or a run folder.")]
 
 
 def _pipeline(config: Path | None, overrides: list[str] | None, run: Path | None) -> Pipeline:
@@ -52,14 +77,23 @@ def _job(config: Path | None, overrides: list[str] | None, run: Path | None) -> 
     return job, run or Path(job.out or f"runs/{job.name}")
 
 
-@app.command()
+@app.command(
+    epilog=help_end(
+        "cast-engine run jobs/tiny.yaml", "cast-engine run jobs/tiny.yaml --set seed=1 --out runs/tiny-seed1"
+    )
+)
 @handle_errors()
 def run(
-    config: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+    config: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML).")],
     overrides: Overrides = None,
     out: RunFolder = None,
 ) -> None:
-    """Carry out all rounds of a job, start to finish; run again to go on after an interruption."""
+    """Carry out a whole job, or go on where it stopped.
+
+    Evaluates the model, then rounds of rollout, score, build-advantages and training, then evaluates again; prints the
+    table and writes summary.json and report.html. Killed at any moment, the same command goes on. A run folder belongs
+    to one job: only fields that change no number (batch sizes, workers, devices) may be set otherwise later.
+    """
     from cast_engine.pipeline import run_job
     from cast_engine.run.executor import stoppable
     from cast_engine.run.runfile import lock_run
@@ -85,22 +119,29 @@ def _show(path: Path) -> None:
     console.print(f"{images} images, {updates} updates; report: {path.parent / 'report.html'}", soft_wrap=True)
 
 
-@app.command()
+@app.command(epilog=help_end("cast-engine prompts --config jobs/tiny.yaml --run runs/tiny"))
 @handle_errors()
 def prompts(config: JobFile = None, overrides: Overrides = None, run: RunFolder = None) -> None:
-    """Write down the prompts of both splits."""
+    """Write down the training and held-out prompts.
+
+    The first step of a job that is carried out by hand; it makes the run folder.
+    """
     _pipeline(config, overrides, run).prompts()
 
 
-@app.command()
+@app.command(
+    epilog=help_end("cast-engine csg --run runs/tiny", "cast-engine csg --show 'two red circles above a cross'")
+)
 @handle_errors()
 def csg(
     config: JobFile = None,
     overrides: Overrides = None,
     run: RunFolder = None,
-    show: Annotated[str | None, typer.Option("--show", metavar="PROMPT", help="Print one graph and stop.")] = None,
+    show: Annotated[
+        str | None, typer.Option("--show", metavar="PROMPT", help="Print the graph of this prompt, and stop.")
+    ] = None,
 ) -> None:
-    """Decompose every prompt into its causal scene graph."""
+    """Turn every prompt into its causal scene graph."""
     if show is not None:
         from cast_engine.graphs.grammar import parse
         from cast_engine.stages.csg import as_tree
@@ -110,23 +151,30 @@ def csg(
     _pipeline(config, overrides, run).csg()
 
 
-@app.command()
+@app.command(epilog=help_end("cast-engine embed --run runs/tiny"))
 @handle_errors()
 def embed(config: JobFile = None, overrides: Overrides = None, run: RunFolder = None) -> None:
-    """Encode every prompt once."""
+    """Encode every prompt once with the text encoder."""
     _pipeline(config, overrides, run).embed()
 
 
-@app.command()
+@app.command(
+    epilog=help_end("cast-engine rollout --run runs/tiny --round 0", "cast-engine rollout --run runs/tiny --dry-run")
+)
 @handle_errors()
 def rollout(
     config: JobFile = None,
     overrides: Overrides = None,
     run: RunFolder = None,
     round_: Round = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the window and the plan, draw nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print sizes, sigmas and noise per step; draw nothing.")
+    ] = False,
 ) -> None:
-    """Draw the images of a round."""
+    """Draw the training images of a round.
+
+    Draws a group of images per prompt, exploring inside the window, with the adapter of the round before.
+    """
     pipeline = _pipeline(config, overrides, run)
     if dry_run:
         typer.echo(pipeline.describe_rollout())
@@ -134,46 +182,62 @@ def rollout(
     pipeline.rollout(round_)
 
 
-@app.command()
+@app.command(epilog=help_end("cast-engine score --run runs/tiny --round 0"))
 @handle_errors()
 def score(config: JobFile = None, overrides: Overrides = None, run: RunFolder = None, round_: Round = 0) -> None:
-    """Score every atom of a round and read the judge's attention."""
+    """Judge the images of a round, atom by atom.
+
+    Writes how probable the right answer to every question is, and where the judge looked.
+    """
     _pipeline(config, overrides, run).score(round_)
 
 
-@app.command("build-advantages")
+@app.command("build-advantages", epilog=help_end("cast-engine build-advantages --run runs/tiny --round 0"))
 @handle_errors()
 def build_advantages(
     config: JobFile = None, overrides: Overrides = None, run: RunFolder = None, round_: Round = 0
 ) -> None:
-    """Turn scores and maps into one signed weight per latent position."""
+    """Turn scores and maps into the signed weight of training.
+
+    Writes one number per latent position of every image: above 0 training makes what was drawn there likelier.
+    """
     _pipeline(config, overrides, run).build_advantages(round_)
 
 
-@app.command(hidden=True)
+@app.command(hidden=True, epilog=help_end("cast-engine train --run runs/tiny --round 0"))
 @handle_errors()
 def train(config: JobFile = None, overrides: Overrides = None, run: RunFolder = None, round_: Round = 0) -> None:
     """Train one round inside a run folder (what `cast-train` does with its arguments spelled out)."""
     _pipeline(config, overrides, run).train(round_)
 
 
-@app.command()
+@app.command(epilog=help_end("cast-engine evaluate --run runs/tiny", "cast-engine evaluate --run runs/tiny --after 32"))
 @handle_errors()
 def evaluate(
     config: JobFile = None,
     overrides: Overrides = None,
     run: RunFolder = None,
-    after: Annotated[int, typer.Option(min=0, help="Rounds of training behind the model; 0 is the bare one.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.", show_default="those of the job")] = None,
+    after: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Evaluate the model after N rounds of training; 0: untrained.")
+    ] = 0,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Denoising steps.", show_default="those of the job")
+    ] = None,
 ) -> None:
-    """Draw the held-out prompts and judge them."""
+    """Draw the held-out prompts and judge them.
+
+    Draws without exploration, always from the same noise; the judge is one of its own (`evaluate.judge`).
+    """
     _pipeline(config, overrides, run).evaluate(after, steps)
 
 
-@app.command()
+@app.command(epilog=help_end("cast-engine report runs/tiny"))
 @handle_errors()
-def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
-    """Write summary.json (if the run is finished) and report.html of a run again."""
+def report(run: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folder.")]) -> None:
+    """Write report.html of a run again.
+
+    Writes summary.json too if the run is finished, and prints its table.
+    """
     from cast_engine.run.layout import RunLayout
     from cast_engine.run.runfile import read_run
     from cast_engine.stages import report as page
@@ -190,10 +254,13 @@ def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
         typer.echo(f"not finished, so there is no summary yet; report: {layout.report}")
 
 
-@app.command()
+@app.command(epilog=help_end("cast-engine compare runs/tiny-seed0 runs/tiny-seed1 runs/tiny-seed2"))
 @handle_errors()
-def compare(runs: Annotated[list[Path], typer.Argument(help="Run folders that differ in their seed.")]) -> None:
-    """Show several finished runs beside each other, with their mean."""
+def compare(runs: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of finished runs.")]) -> None:
+    """Show the tables of finished runs beside each other.
+
+    Runs that differ in nothing but seed and name also get their mean.
+    """
     from rich.console import Console
 
     from cast_engine.stages.summarise import comparison_table, read, warnings
@@ -205,15 +272,18 @@ def compare(runs: Annotated[list[Path], typer.Argument(help="Run folders that di
         console.print(f"warning: {warning}", soft_wrap=True, markup=False, highlight=False)
 
 
-@app.command()
+@app.command(epilog=help_end("cast-engine verify runs/tiny"))
 @handle_errors()
 def verify(
     folder: DatasetFolder,
     quarantine: Annotated[
-        bool, typer.Option(help="Move damaged shards aside, so that the stage makes them again.")
+        bool, typer.Option("--quarantine", help="Move damaged shards aside, so that their stage makes them again.")
     ] = False,
 ) -> None:
-    """Hash every shard of a dataset (or of all datasets of a run) and walk it."""
+    """Check every shard against its hashes.
+
+    Takes one dataset, or all datasets of a run. Exit code 3 if anything is damaged, or missing from a sealed dataset.
+    """
     bad = 0
     for dataset in _datasets(folder):
         found = dataset.verify(quarantine=quarantine)
@@ -226,10 +296,13 @@ def verify(
         raise FailuresError(f"{folder}: {bad} datasets are damaged or not all there; {do}")
 
 
-@app.command()
+@app.command(epilog=help_end("cast-engine status runs/tiny"))
 @handle_errors()
 def status(folder: DatasetFolder) -> None:
-    """Say what is done, open, failed and sealed, and why a guard stopped the training, if one did."""
+    """Say what is done, open, failed and sealed.
+
+    Says also why a guard stopped the training, if one did. Reads no data: `verify` does.
+    """
     from cast_engine.run import stopped
     from cast_engine.run.layout import RunLayout
 
@@ -239,10 +312,14 @@ def status(folder: DatasetFolder) -> None:
         typer.echo(f"{folder}: stopped by a guard in round {stop.round}: {stop.message}")
 
 
-@app.command()
+@app.command(epilog=help_end("cast-engine seal runs/tiny/rounds/0000/score"))
 @handle_errors()
 def seal(folder: DatasetFolder) -> None:
-    """Verify a finished dataset once more and declare it whole."""
+    """Accept a dataset in which samples failed.
+
+    Every shard must be there; it is verified once more and declared whole, so that the next stage may read it. Stages
+    seal what they finish: this is for one that ended with exit code 3, more failures than allowed.
+    """
     for dataset in _datasets(folder):
         typer.echo(f"{dataset.path}: sealed as {dataset.seal()[:12]}")
 

@@ -28,6 +28,20 @@ class ExitCode(IntEnum):
     READER_GONE = 141  # nobody reads the output any more, as in `cast-engine status RUN | head -1`
 
 
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 a bug (traceback); 2 wrong input (one line says what to do); 3 more failures than allowed, "
+    "or damage; 4 stopped by a guard; 5 no space; 75 interrupted, run the same command again; 141 nobody reads the "
+    "output any more."
+)
+"""What every ``--help`` says at its end."""
+
+
+def help_end(*examples: str) -> str:
+    """Return the end of a command's help: examples as they are typed, and the exit codes."""
+    head = "Example:" if len(examples) == 1 else "Examples:"
+    return "\n".join(["\b", head, *(f"  {e}" for e in examples), "", EXIT_CODES])
+
+
 class CastError(Exception):
     """Base of every error that ends a command with one line instead of a traceback."""
 

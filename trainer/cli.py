@@ -6,40 +6,71 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cast_engine.errors import UserError, handle_errors, quiet_hang_up
+from cast_engine.errors import UserError, handle_errors, help_end, quiet_hang_up
 
 if TYPE_CHECKING:
     from schemas.job import JobConfig
     from trainer.session import RoundSummary
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+EXAMPLE = (
+    "cd runs/tiny/rounds",
+    "cast-train 0000/rollout 0000/advantages --config ../../../jobs/tiny.yaml --out 0000/train",
+    "cast-train 0001/rollout 0001/advantages --config ../../../jobs/tiny.yaml --out 0001/train --from 0000/train",
+)
 
 
-@app.command()
+def _folder(name: str, text: str, default: str | bool = False) -> Any:
+    return typer.Option(name, metavar="FOLDER", help=text, show_default=default)
+
+
+@app.command(epilog=help_end(*EXAMPLE))
 @handle_errors()
 def train(
-    rollout: Annotated[Path, typer.Argument(help="Sealed rollout dataset.", show_default=False)],
-    advantages: Annotated[Path, typer.Argument(help="Sealed advantages dataset made from it.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", help="Checkpoint directory to write.", show_default=False)],
-    config: Annotated[Path | None, typer.Option("--config", help="Job file.", show_default=False)] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="key.path=value, over the job file.")] = None,
-    start: Annotated[Path | None, typer.Option("--from", help="Checkpoint directory of the round before.")] = None,
+    rollout: Annotated[Path, typer.Argument(metavar="ROLLOUT", help="Sealed dataset of `cast-engine rollout`.")],
+    advantages: Annotated[
+        Path,
+        typer.Argument(metavar="ADVANTAGES", help="Sealed dataset of `cast-engine build-advantages`, made from it."),
+    ],
+    out: Annotated[Path, _folder("--out", "Checkpoint to write.")],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="Job file (YAML).", show_default="all defaults"),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one field of the job. Repeatable.")
+    ] = None,
+    start: Annotated[
+        Path | None, _folder("--from", "Checkpoint of the round before; needed from round 1 on.", "none")
+    ] = None,
     init_adapter: Annotated[
-        Path | None, typer.Option("--init-adapter", help="Adapter file to begin a run with (diffusers format).")
+        Path | None,
+        typer.Option(
+            "--init-adapter",
+            metavar="FILE",
+            help="Adapter to begin the first round with (diffusers format).",
+            show_default="a fresh one, which changes nothing",
+        ),
     ] = None,
     round_: Annotated[
-        int | None, typer.Option("--round", min=0, help="Round, from 0.", show_default="the rollout's")
+        int | None,
+        typer.Option("--round", metavar="N", min=0, help="Index of the round, from 0.", show_default="the rollout's"),
     ] = None,
     embeds: Annotated[
-        Path | None, typer.Option("--embeds", help="Folder of prompt embeds.", show_default="that of the run folder")
+        Path | None, _folder("--embeds", "Embeds of the prompts.", "`embeds` of the run folder that holds ROLLOUT")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan of the updates, and stop.")] = False,
 ) -> None:
-    """Train the adapter for one round on a rollout and the weights made from it."""
+    """Train the adapter for one round, on a rollout and the weights made from it.
+
+    Killed at any moment, the same command goes on; of a round that is done it does nothing. The checkpoint holds the
+    adapter (diffusers format), its moving average, the optimizer and what it was made from.
+    """
     from cast_engine.jobfile import load_job
 
     job = load_job(config, overrides or [])
