@@ -10,7 +10,7 @@ batch: replay in the rollout's batch size, or allow more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,40 +100,63 @@ def sample(
         UserError: The window is not contiguous or not inside ``0 .. N - 2``: the last step has no noise left.
     """
     _check_window(window, len(sigmas) - 1)
-    kept, log_probs = list[Tensor](), list[Tensor]()
     condition = model.condition(embeds, geometry)
     scale = _per_image(guidance, len(seeds)).to(model.device)
     x = torch.stack([model.initial_noise(seed, geometry) for seed in initial_seeds or seeds]).to(model.device)
+    kept = _Kept(latent_dtype)
     with merged(model.transformer):
         for i in range(len(sigmas) - 1):
             if window and i == window[0]:
-                x = _keep(x, latent_dtype, kept)
-            if i not in window or noise_level == 0:
-                v = model.velocity(x, sigmas[i].expand(len(seeds)), condition, scale)
-                x = sde.ode_step(x, v, sigmas, i)
-                if i in window:
-                    x = _keep(x, latent_dtype, kept)
-                    log_probs.append(torch.zeros(len(seeds), geometry.positions))
+                x = kept.latent(x)
+            if i in window and noise_level:
+                mean, std = _step(model, condition, x, [i] * len(seeds), sigmas, dynamics, noise_level, scale)
+                x = kept.latent(mean + std * _step_noise(seeds, i, geometry, model.device))
+                kept.log_probs.append(sde.position_log_prob(dynamics, x, mean, std))
                 continue
-            mean, std = _step(model, condition, x, [i] * len(seeds), sigmas, dynamics, noise_level, scale)
-            z = torch.stack([noise.step_noise(seed, i, (geometry.positions, geometry.channels)) for seed in seeds])
-            x = _keep(mean + std * z.to(model.device), latent_dtype, kept)
-            log_probs.append(sde.position_log_prob(dynamics, x, mean, std).cpu())
-    return Trajectory(
-        latents=torch.stack(kept, dim=1) if kept else x.new_empty(len(seeds), 0, *x.shape[1:], device="cpu"),
-        final=x.to(latent_dtype).cpu(),
-        logp_old=torch.stack(log_probs, dim=1) if log_probs else torch.empty(len(seeds), 0, geometry.positions),
-        steps=torch.tensor(list(window), dtype=torch.int64),
-        sigmas=sigmas,
-        guidance=scale.cpu(),
-    )
+            x = sde.ode_step(x, model.velocity(x, _sigma(sigmas, i, x), condition, scale), sigmas, i)
+            if i in window:
+                x = kept.latent(x)
+                kept.log_probs.append(torch.zeros(x.shape[:2], device=x.device))
+    return kept.trajectory(x, window, sigmas, scale)
 
 
-def _keep(x: Tensor, dtype: torch.dtype, kept: list[Tensor]) -> Tensor:
-    """Round a latent to the storage dtype, keep it, and return the rounded value in float32 to go on from."""
-    stored = x.to(dtype)
-    kept.append(stored.cpu())
-    return stored.float()
+@dataclass
+class _Kept:
+    """What the walk leaves behind, on the model's device to the end: every move to the CPU waits for the device."""
+
+    dtype: torch.dtype
+    latents: list[Tensor] = field(default_factory=list)
+    log_probs: list[Tensor] = field(default_factory=list)
+
+    def latent(self, x: Tensor) -> Tensor:
+        """Round a latent to the storage dtype, keep it, and return the rounded value in float32 to go on from."""
+        stored = x.to(self.dtype)
+        self.latents.append(stored)
+        return stored.float()
+
+    def trajectory(self, final: Tensor, window: Sequence[int], sigmas: Tensor, guidance: Tensor) -> Trajectory:
+        """Return all of it on the CPU; ``final`` is x_0."""
+        batch, positions, channels = final.shape
+        latents, log_probs = final.new_empty(batch, 0, positions, channels), final.new_empty(batch, 0, positions)
+        return Trajectory(
+            latents=(torch.stack(self.latents, dim=1) if self.latents else latents).cpu(),
+            final=final.to(self.dtype).cpu(),
+            logp_old=(torch.stack(self.log_probs, dim=1) if self.log_probs else log_probs).cpu(),
+            steps=torch.tensor(list(window), dtype=torch.int64),
+            sigmas=sigmas,
+            guidance=guidance.cpu(),
+        )
+
+
+def _sigma(sigmas: Tensor, i: int, x: Tensor) -> Tensor:
+    """Return step i's sigma for every image of x, ``[B]``; filled in on x's device, as a copy would wait for it."""
+    return torch.full((len(x),), float(sigmas[i]), dtype=sigmas.dtype, device=x.device)
+
+
+def _step_noise(seeds: Sequence[int], i: int, geometry: Geometry, device: torch.device) -> Tensor:
+    """Return the noise of step i, ``[B, P, C]``; drawn on the CPU, and sent from where a GPU can fetch it by itself."""
+    z = torch.stack([noise.step_noise(seed, i, (geometry.positions, geometry.channels)) for seed in seeds])
+    return z.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else z.to(device)
 
 
 def replay(
@@ -162,6 +185,9 @@ def replay(
         guidance: ``[B]``, as recorded.
         dynamics: The SDE of the rollout.
         noise_level: Its ``a``.
+
+    Raises:
+        UserError: Steps without noise, which have no log-prob.
     """
     mean, std = _step(model, condition, latents, steps.tolist(), sigmas, dynamics, noise_level, guidance)
     log_prob = sde.position_log_prob(dynamics, latents_next.to(mean.device).float(), mean, std)
@@ -185,8 +211,10 @@ def _step(
 ) -> tuple[Tensor, Tensor]:
     """Return mean ``[B, P, C]`` and total std ``[B, 1, 1]`` of the next latents."""
     x = x.to(model.device, torch.float32)
-    v = model.velocity(x, sigmas[list(steps)].to(x.device), condition, guidance)
     rules = {i: sde.step_coefficients(dynamics, sigmas, i, noise_level) for i in set(steps)}
+    sde.check_noise(rules.values())
+    sigma = _sigma(sigmas, steps[0], x) if len(rules) == 1 else sigmas[list(steps)].to(x.device)
+    v = model.velocity(x, sigma, condition, guidance)
     if len(rules) == 1:
         mean, std = sde.apply(rules[steps[0]], x, v)
         return mean, std.expand(len(steps), 1, 1)

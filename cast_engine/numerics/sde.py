@@ -14,7 +14,7 @@ CPS, Wang and Yu, "Coefficients-Preserving Sampling" (arXiv 2509.05952).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -138,7 +138,7 @@ def apply(step: StepCoefficients, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         raise ValueError(f"x {tuple(x.shape)} and v {tuple(v.shape)} differ in shape")
     dtype = compute_dtype(x, v)
     mean = x.to(dtype) * step.x_coef + v.to(dtype) * step.v_coef
-    return mean, torch.tensor(step.std, dtype=dtype, device=x.device)
+    return mean, torch.full((), step.std, dtype=dtype, device=x.device)  # a copy would wait for the device
 
 
 def step_mean_std(
@@ -205,6 +205,21 @@ def ode_step(x: Tensor, v: Tensor, sigmas: Tensor, i: int) -> Tensor:
     return x.to(dtype) + (table[i + 1] - table[i]) * v.to(dtype)
 
 
+def check_noise(steps: Iterable[StepCoefficients]) -> None:
+    """Refuse steps without noise (UserError): whatever the rule, they have no log-probability to compare."""
+    if any(step.std < torch.finfo(torch.float32).tiny for step in steps):
+        raise _no_noise()
+
+
+def _no_noise() -> UserError:
+    return UserError(
+        "a step without noise has no log-probability",
+        where="rollout.noise_level",
+        expected="a number > 0",
+        do="set rollout.noise_level above 0",
+    )
+
+
 def log_prob(dynamics: Dynamics, x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Return the log-density of each element of x_next.
 
@@ -218,19 +233,15 @@ def log_prob(dynamics: Dynamics, x_next: Tensor, mean: Tensor, std: Tensor) -> T
         std: Total s, broadcastable to it.
 
     Raises:
-        UserError: A Gaussian rule with s = 0 (noise level 0, or a step outside the window).
+        UserError: A Gaussian rule with s = 0 (noise level 0, or a step outside the window). Seen on the CPU only, as
+            elsewhere the question would wait for the device: ask :func:`check_noise` first.
     """
     dtype = compute_dtype(x_next, mean)
     square = (x_next.detach().to(dtype) - mean.to(dtype)) ** 2
     if dynamics == "cps":
         return -square
-    if not bool((std > 0).all()):
-        raise UserError(
-            "a step without noise has no log-probability",
-            where="rollout.noise_level",
-            expected="a number > 0",
-            do="set rollout.noise_level above 0",
-        )
+    if std.device.type == "cpu" and not bool((std > 0).all()):
+        raise _no_noise()
     s = std.to(dtype)
     return -square / (2.0 * s**2) - torch.log(s) - 0.5 * math.log(2.0 * math.pi)
 

@@ -188,9 +188,11 @@ def test_rollouts_without_noise_are_the_stock_pipelines(stock, job, finished, nu
         assert {m["guidance"] for m in metas} == {SETTINGS["guidance_scale"]}
 
 
-def test_rollouts_without_noise_are_not_trained_on(job, finished, nursery, tmp_path):
+@pytest.mark.parametrize("dynamics", ["flow_sde", "cps"])
+def test_rollouts_without_noise_are_not_trained_on(job, finished, nursery, tmp_path, dynamics):
     root = copy_run(finished, tmp_path / "run", "rounds", "run.json")
-    command = ("--config", job, "--run", root, "--set", "rollout.noise_level=0")
+    changes = ("--set", "rollout.noise_level=0", "--set", f"rollout.dynamics={dynamics}")
+    command = ("--config", job, "--run", root, *changes)
     for stage in ("rollout", "score", "build-advantages"):
         result = nursery.engine(stage, *command)
         assert result.code == 0, result.err

@@ -1,10 +1,13 @@
 """Windows, rounding, and log-probs that come out again when the steps are gone over once more (G10, G12, G14)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from cast_engine.errors import UserError
 from cast_engine.models import lora
+from cast_engine.models.base import Geometry
 from cast_engine.models.sampling import replay, sample
 from schemas.job import LoraConfig
 
@@ -148,3 +151,51 @@ def test_replay_carries_gradients_and_sampling_does_not(model, embeds):
 def test_a_window_is_contiguous_and_leaves_the_last_step_alone(model, embeds, window):
     with pytest.raises(UserError, match=r"rollout\.window"):
         draw(model, embeds, window=window)
+
+
+@pytest.mark.parametrize("dynamics", ["flow_sde", "dance_sde", "cps"])
+def test_without_noise_the_window_is_the_ode_and_there_is_nothing_to_replay(model, embeds, dynamics):
+    drawn = draw(model, embeds, noise_level=0.0, dynamics=dynamics)
+    assert torch.equal(drawn.final, draw(model, embeds, window=range(0)).final)
+    assert drawn.logp_old.shape == (5, 3, 64)
+    assert not drawn.logp_old.any()
+    for level in (0.0, 1e-60):  # as good as none in float32
+        with pytest.raises(UserError, match=r"rollout\.noise_level: a step without noise has no log-probability"):
+            log_ratios(model, embeds, drawn, [1, 2, 3, 4, 5], 5, noise_level=level, dynamics=dynamics)
+
+
+class OnMeta:
+    """A model on the meta device, whose values cannot be asked for: what would wait for a GPU is an error here."""
+
+    transformer, device = None, torch.device("meta")
+
+    def __init__(self):
+        self.calls = 0
+
+    def condition(self, embeds, geometry):
+        return None
+
+    def initial_noise(self, seed, geometry):
+        return torch.zeros(geometry.positions, geometry.channels)
+
+    def velocity(self, latents, sigma, condition, guidance):
+        assert {t.device.type for t in (latents, sigma, guidance)} == {"meta"}
+        self.calls += 1
+        return latents * sigma[:, None, None]
+
+
+@pytest.mark.parametrize("dynamics", ["flow_sde", "cps"])
+def test_the_host_does_not_wait_for_the_device_between_steps(dynamics):
+    model, sigmas, geometry = OnMeta(), torch.linspace(1, 0, 9), Geometry(32, 32, 2, 2, 4)
+    with pytest.raises(NotImplementedError, match="meta"):  # when the walk is over, its end is moved to the CPU
+        sample(
+            model, [{}] * 2, [1, 2],
+            sigmas=sigmas, geometry=geometry, guidance=2.0, window=range(1, 4), dynamics=dynamics, noise_level=0.7,
+        )  # fmt: skip
+    assert model.calls == 8
+    x = torch.zeros(2, 4, 4, device="meta")
+    again = replay(
+        model, SimpleNamespace(size=2), x, x, torch.tensor([2, 2]),
+        sigmas=sigmas, guidance=x[:, 0, 0], dynamics=dynamics, noise_level=0.7,
+    )  # fmt: skip
+    assert again.log_prob.shape == (2, 4)

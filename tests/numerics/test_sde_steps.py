@@ -215,6 +215,10 @@ def test_refusals():
             sde.step_coefficients("cps", sigmas, i, 0.7)
     with pytest.raises(UserError, match="without noise"):
         sde.log_prob("flow_sde", x, x, torch.tensor(0.0))
+    for rule in RULES:
+        sde.check_noise([sde.step_coefficients(rule, sigmas, 1, 0.7)])
+        with pytest.raises(UserError, match="without noise"):
+            sde.check_noise([sde.step_coefficients(rule, sigmas, 1, a) for a in (0.7, 0.0)])
     with pytest.raises(ValueError, match="shape"):
         sde.apply(sde.step_coefficients("cps", sigmas, 1, 0.7), x, x[:1])
     with pytest.raises(ValueError, match="shape"):
