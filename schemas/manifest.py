@@ -72,6 +72,13 @@ STAGE_COLUMNS = {
         ("weight_mean", pa.float64()),
         ("weight_std", pa.float64()),
         ("advantage", pa.list_(pa.float32())),  # per atom
+        ("mass", pa.float64()),  # sum over atoms of w|A|; null for rules without A per atom
+        ("low_std_mass", pa.float64()),  # ... of atoms with a std below min_atom_std
+        ("group_std", pa.float64()),  # std in the group of the mean of W, before a weight clip
+        ("above_clip_share", pa.float64()),  # positions of the group that weight_clip (else advantage_clip) would touch
+        ("weight_drawn", pa.float64()),  # mean of W on what is drawn; null where no mask is known
+        ("weight_background", pa.float64()),
+        ("drawn_share", pa.float64()),
     ),
     "evaluate": (
         ("member", pa.int32()),

@@ -51,6 +51,8 @@ class GroupCredit:
     """c_K as used; 1 for ``scalar`` and ``spatial``."""
     std: float
     """Population std of ``mean_weight`` in the group."""
+    low_std: Tensor
+    """[K] bool: atoms whose std is below ``min_atom_std``, but that are not constant."""
     counters: dict[str, int]
     """Of the whole group: ``atoms``; ``constant``, ``low_std`` (below ``min_atom_std`` but not constant) and each of
     them by kind, as ``constant.object``; ``missing`` scores; ``zero_group`` (1 if W is 0 everywhere); ``not_shuffled``
@@ -102,7 +104,8 @@ def atom_scale(scale: Scale, advantages: Tensor, weights: Tensor) -> tuple[float
     raise UserError(f"scale {scale!r}", where="advantages.scale", expected=" or ".join(get_args(Scale)))
 
 
-def _atom_counters(scores: Tensor, min_atom_std: float, kinds: Sequence[str] | None) -> Counter[str]:
+def _atom_counters(scores: Tensor, min_atom_std: float, kinds: Sequence[str] | None) -> tuple[Counter[str], Tensor]:
+    """Return the counters of a group's atoms, and which of them have little spread, [K] bool."""
     stats = adv.atom_stats(scores)
     low = ~stats.constant & (stats.std < min_atom_std)
     count: Counter[str] = Counter(atoms=scores.shape[1], missing=int((~stats.valid).sum()), constant=0, low_std=0)
@@ -111,7 +114,7 @@ def _atom_counters(scores: Tensor, min_atom_std: float, kinds: Sequence[str] | N
             count[name] += 1
             if kinds is not None:
                 count[f"{name}.{kinds[k]}"] += 1
-    return count
+    return count, low
 
 
 def _check(
@@ -180,7 +183,7 @@ def signed_weight(
         ValueError: A wrong shape, maps whose mean is not one, or no keys for ``shuffled``.
     """
     g, k = _check(credit, scores, maps, positions, kinds, weights)
-    counters = _atom_counters(scores, min_atom_std, kinds)
+    counters, low_std = _atom_counters(scores, min_atom_std, kinds)
     counters.update({"not_shuffled": g if k == 1 else 0} if credit == "shuffled" else {})
     w = torch.ones(k, dtype=torch.float64) if weights is None else weights.to(torch.float64)
     if credit in ("scalar", "spatial"):
@@ -197,7 +200,7 @@ def signed_weight(
     counters["above_clip"] = int((weight.abs() > (weight_clip or advantage_clip)).sum())
     if weight_clip is not None:
         weight = weight.clamp(-weight_clip, weight_clip)
-    return GroupCredit(weight.to(dtype).contiguous(), a, mean_weight, c, _std(mean_weight), dict(counters))
+    return GroupCredit(weight.to(dtype).contiguous(), a, mean_weight, c, _std(mean_weight), low_std, dict(counters))
 
 
 def _std(values: Tensor) -> float:

@@ -62,6 +62,26 @@ def rewards(rounds: Sequence[RoundFigures]) -> list[Chart]:
         Chart("reward", "Mean reward of the training images", [total], y_label="reward", note=prompts, digits=3),
         Chart("reward-kinds", "Mean reward by kind of atom", by_kind, y_label="score", digits=3),
         Chart("silent", "Atoms without a lesson", silent, y_label="% of atoms", note=constant, share=True),
+        *_weights(rounds),
+    ]
+
+
+def _weights(rounds: Sequence[RoundFigures]) -> list[Chart]:
+    """Return where the signed weights of a round come from and where they lie, before anything is trained on them."""
+    at, made = [float(r.round) for r in rounds], [r.credit for r in rounds]
+    low = Line("atoms with low spread", at, [100 * c.low_std_share for c in made])
+    spread = Line("standard deviation", at, [c.group_std for c in made])
+    place = [
+        Line("on what is drawn", at, [c.weight_drawn for c in made]),
+        Line("on the background", at, [c.weight_background for c in made]),
+    ]
+    noise = "Share of the sum of |A| over images and atoms; the spread of these atoms may be the judge's noise."
+    means = "Of the mean of W over an image, between the images of a group; averaged over groups."
+    fill = "Below 0 on the background, training fills it; above 0, training leaves it empty: counts drift that way."
+    return [
+        Chart("low-std", "What atoms with low spread have to say", [low], y_label="% of |A|", note=noise, share=True),
+        Chart("group-std", "Spread of the mean of W", [spread], y_label="standard deviation", note=means, digits=3),
+        Chart("weight-place", "Mean of W by place", place, y_label="mean of W", note=fill, digits=4),
     ]
 
 

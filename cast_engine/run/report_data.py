@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cast_engine.errors import DatasetError
+from cast_engine.run.credit_figures import COLUMNS, CreditFigures, credit_figures
 from cast_engine.run.layout import RunLayout
 from cast_engine.run.summary import PromptScores, Scores, aggregate, score_prompts
 from cast_engine.store.dataset import Dataset
@@ -57,6 +58,7 @@ class RoundFigures:
     atoms: int  # group x atom pairs
     constant: int  # ... with the same score in every image
     low_std: int  # ... with a spread below advantages.min_atom_std, not constant
+    credit: CreditFigures  # of the weights that were made from it; nothing is known (NaN) before they are
 
 
 def open_dataset(path: Path, what: str, notes: Notes) -> Dataset | None:
@@ -142,7 +144,18 @@ def load_round(layout: RunLayout, job: JobConfig, index: int, notes: Notes) -> R
     good = [r for r in rows if r["status"] == Status.OK]
     if len(good) < planned:
         notes.append(f"{what}: {planned - len(good)} of {planned} images have none ({_reasons(rows, planned)}).")
-    return _round_figures(index, planned, good, job.advantages.min_atom_std) if good else None
+    credit = _load_credit(layout, index, notes)
+    return _round_figures(index, planned, good, job.advantages.min_atom_std, credit) if good else None
+
+
+def _load_credit(layout: RunLayout, index: int, notes: Notes) -> CreditFigures:
+    what = f"Round {index}, advantages"
+    dataset = open_dataset(layout.round(index, "advantages"), what, notes)
+    try:
+        return credit_figures(_plain(dataset, COLUMNS) if dataset else [])
+    except DatasetError as error:
+        notes.append(f"{what}: {error}.")
+        return credit_figures([])
 
 
 def _reasons(rows: Sequence[Mapping[str, Any]], planned: int) -> str:
@@ -152,7 +165,9 @@ def _reasons(rows: Sequence[Mapping[str, Any]], planned: int) -> str:
     return "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
 
 
-def _round_figures(index: int, planned: int, rows: Sequence[Mapping[str, Any]], min_std: float) -> RoundFigures:
+def _round_figures(
+    index: int, planned: int, rows: Sequence[Mapping[str, Any]], min_std: float, credit: CreditFigures
+) -> RoundFigures:
     import torch
 
     from cast_engine.numerics.advantages import atom_stats
@@ -184,6 +199,7 @@ def _round_figures(index: int, planned: int, rows: Sequence[Mapping[str, Any]], 
         atoms=atoms,
         constant=constant,
         low_std=low,
+        credit=credit,
     )
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from cast_engine.numerics.advantages import gate
 from cast_engine.numerics.credit import GroupCredit, signed_weight
-from cast_engine.numerics.maps import Prepared
+from cast_engine.numerics.credit_stats import atom_mass, mean_by_place
+from cast_engine.numerics.maps import Prepared, resample
 from cast_engine.run.credit_maps import credit_maps
 from cast_engine.run.pool import WorkerSpec
-from cast_engine.store import Dataset, Reader, Sample, ShardPlan, encode_json, encode_tensors
+from cast_engine.store import Dataset, Reader, Sample, ShardPlan, decode_png, encode_json, encode_tensors
+from cast_engine.tinyworld.verify import drawn_pixels
 from schemas.graph import Atom, SceneGraph
 from schemas.job import AdvantageConfig, JobConfig
 from schemas.records import AdvantageMeta, Status, split_key
@@ -25,12 +27,14 @@ from schemas.records import AdvantageMeta, Status, split_key
 class AdvantageWorker:
     """Weighs the images of whole groups; needs no model."""
 
+    pictures: Path | None  # the rollouts, if what is drawn in their images can be told from pixels
     score: Path
     graphs: dict[str, SceneGraph]
     config: AdvantageConfig
     seed: int
     grid: tuple[int, int]
     _reader: Reader | None = field(default=None, repr=False)
+    _images: Reader | None = field(default=None, repr=False)
 
     def run(self, shard: ShardPlan) -> list[Sample]:
         """Return the signed weights of the shard's groups; images without scores are `skipped_parent`."""
@@ -50,6 +54,7 @@ class AdvantageWorker:
         if self.config.dependency == "gate":
             scores = _gated(scores, graph)
         prepared = [credit_maps(t, graph, self.grid, self.config) for t in tensors]
+        weights = torch.tensor([self._weight(a) for a in graph.atoms], dtype=torch.float64)
         credit = signed_weight(
             self.config.credit,
             scores,
@@ -59,19 +64,44 @@ class AdvantageWorker:
             min_atom_std=self.config.min_atom_std,
             advantage_clip=self.config.advantage_clip,
             weight_clip=self.config.weight_clip,
-            weights=torch.tensor([self._weight(a) for a in graph.atoms], dtype=torch.float64),
+            weights=weights,
             kinds=[a.kind for a in graph.atoms],
             seed=self.seed,
             keys=keys,
         )
-        rows = enumerate(zip(keys, scores, prepared, strict=True))
-        return {key: self._sample(graph, key, row, maps, credit, i) for i, (key, row, maps) in rows}
+        figures = self._figures(keys, credit, weights)
+        rows = enumerate(zip(keys, scores, prepared, figures, strict=True))
+        return {k: self._sample(graph, k, row, maps, credit, i, logged) for i, (k, row, maps, logged) in rows}
 
     def _weight(self, atom: Atom) -> float:
         return atom.weight * self.config.kind_weights.get(atom.kind, 1.0)
 
+    def _figures(self, keys: Sequence[str], credit: GroupCredit, weights: Tensor) -> list[dict[str, float]]:
+        """Return what the manifest says of each image beside W itself."""
+        group = {"group_std": credit.std, "above_clip_share": credit.counters["above_clip"] / credit.weight.numel()}
+        out = [dict(group) for _ in keys]
+        if self.config.credit not in ("scalar", "spatial"):  # these have one A per image
+            mass = atom_mass(credit.advantage, credit.low_std, weights)
+            for i, row in enumerate(out):
+                row |= {"mass": float(mass.all[i]), "low_std_mass": float(mass.low_std[i])}
+        if self.pictures is not None:
+            images = self._images = self._images or Dataset.open(self.pictures).reader()
+            drawn = torch.from_numpy(drawn_pixels([decode_png(images.read(k)["image.png"]) for k in keys]))
+            for row, weight, cover in zip(out, credit.weight, resample(drawn, self.grid), strict=True):
+                place = mean_by_place(weight, cover.flatten())
+                row |= {"weight_drawn": place.drawn, "weight_background": place.background}
+                row |= {"drawn_share": place.share}
+        return out
+
     def _sample(
-        self, graph: SceneGraph, key: str, scores: Tensor, maps: Prepared, credit: GroupCredit, i: int
+        self,
+        graph: SceneGraph,
+        key: str,
+        scores: Tensor,
+        maps: Prepared,
+        credit: GroupCredit,
+        i: int,
+        figures: dict[str, float],
     ) -> Sample:
         meta = AdvantageMeta(
             key=key,
@@ -91,6 +121,7 @@ class AdvantageWorker:
             "weight_mean": float(weight.double().mean()),
             "weight_std": float(weight.double().std(correction=0)),
             "advantage": [float(a) for a in credit.advantage[i]],
+            **figures,
         }
         data = encode_tensors({"weight": weight, "advantage": credit.advantage[i].float()})
         return Sample(key, {"advantage.safetensors": data, "meta.json": encode_json(meta.model_dump())}, row)
@@ -104,6 +135,10 @@ def _gated(scores: Tensor, graph: SceneGraph) -> Tensor:
 def _skipped(key: str) -> Sample:
     row = {"prompt_id": split_key(key).prompt_id, "round": split_key(key).round, "parent_key": key}
     return Sample(key, {}, row | {"status": Status.SKIPPED_PARENT, "error_msg": "the image has no scores"})
+
+
+def _is_tiny_world(job: JobConfig) -> bool:
+    return job.model.path.startswith("tinyworld:") or job.score.judge == "exact"
 
 
 def plan(
@@ -129,6 +164,7 @@ def plan(
     )
     needed = sorted({split_key(k).prompt_id for s in score.plan for k in s.keys})
     kwargs: dict[str, Any] = {
+        "pictures": rollout.path if _is_tiny_world(job) else None,
         "score": score.path,
         "graphs": {p: graphs[p] for p in needed},
         "config": config,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cast_engine.errors import DatasetError, UserError
 from cast_engine.run.console import read_timings
+from cast_engine.run.credit_figures import COLUMNS, credit_figures
 from cast_engine.run.layout import RunLayout
 from cast_engine.run.summary import (
     BEFORE,
@@ -103,6 +105,7 @@ def write(layout: RunLayout, job: JobConfig) -> dict[str, Any]:
         "judge_warning": judge_warning(job),
         "images": _drawn(layout, job),
         "updates": last["update"],
+        "weights": _weights(layout, job),
         "seconds": read_timings(layout.timings),
         "hashes": {
             "config": run["config_hash"],
@@ -198,6 +201,14 @@ def _drawn(layout: RunLayout, job: JobConfig) -> int:
     paths = [layout.round(index, "rollout") for index in range(job.rounds)]
     rollouts = [Dataset.open(path) for path in paths if (path / "sealed.json").exists()]
     return sum(rollout.status().samples.get(Status.OK, 0) for rollout in rollouts)
+
+
+def _weights(layout: RunLayout, job: JobConfig) -> dict[str, float]:
+    """Return what the signed weights of all rounds were like, to compare credit rules by."""
+    paths = [layout.round(index, "advantages") for index in range(job.rounds)]
+    made = [Dataset.open(path) for path in paths if (path / "sealed.json").exists()]
+    rows = [row for dataset in made for row in dataset.rows().select(list(COLUMNS)).to_pylist()]
+    return asdict(credit_figures(rows))
 
 
 def _arm(job: JobConfig) -> str:

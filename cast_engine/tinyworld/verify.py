@@ -221,6 +221,15 @@ def detect_batch(images: Sequence[Image] | Image) -> list[list[Detection]]:
     return result
 
 
+def drawn_pixels(images: Sequence[Image] | Image) -> npt.NDArray[np.bool_]:
+    """Return what is drawn in each picture, known shape or not, by its pixels alone: bool [B, H, W].
+
+    Args:
+        images: uint8 RGB pictures of one size.
+    """
+    return components(_paint(np.stack(list(images))).classes, _MIN_AREA).labels >= 0
+
+
 def _detect_chunk(images: Image) -> list[list[Detection]]:
     result: list[list[Detection]] = [[] for _ in images]
     paint = _paint(images)

@@ -9,7 +9,8 @@ import torch
 
 from cast_engine.graphs.grammar import parse
 from cast_engine.numerics.credit import signed_weight
-from cast_engine.numerics.maps import prepare
+from cast_engine.numerics.credit_stats import atom_mass, mean_by_place
+from cast_engine.numerics.maps import prepare, resample
 from cast_engine.run.console import record_timing
 from cast_engine.run.layout import RunLayout
 from cast_engine.run.runfile import open_run
@@ -17,6 +18,7 @@ from cast_engine.store import Dataset, Sample, encode_json, encode_png, encode_t
 from cast_engine.tinyworld.prompts import spec_of, split
 from cast_engine.tinyworld.render import render
 from cast_engine.tinyworld.scenes import COLOURS, RELATIONS, sample
+from cast_engine.tinyworld.verify import drawn_pixels
 from schemas.graph import SceneGraph
 from schemas.job import JobConfig
 from schemas.records import AdvantageMeta, EvaluateMeta, RolloutMeta, ScoreMeta, sample_key
@@ -239,7 +241,18 @@ def _group(job, graph, round_, seen) -> dict[str, list[Sample]]:
         )
         tensors = {"weight": credit.weight[i], "advantage": credit.advantage[i].float()}
         members = {"advantage.safetensors": encode_tensors(tensors), "meta.json": encode_json(meta.model_dump())}
-        out["advantages"].append(Sample(key, members, row | {"credit": config.credit}))
+        out["advantages"].append(Sample(key, members, row | {"credit": config.credit} | _figures(credit, i, one)))
+    return out
+
+
+def _figures(credit, i, one) -> dict:
+    """What the manifest says of an image's weight."""
+    place = mean_by_place(credit.weight[i], resample(torch.from_numpy(drawn_pixels([one.image])), GRID).flatten())
+    out = {"group_std": credit.std, "above_clip_share": 0.0, "drawn_share": place.share}
+    out |= {"weight_drawn": place.drawn, "weight_background": place.background}
+    if credit.advantage.shape[1] > 1:
+        mass = atom_mass(credit.advantage, credit.low_std)
+        out |= {"mass": float(mass.all[i]), "low_std_mass": float(mass.low_std[i])}
     return out
 
 

@@ -87,9 +87,17 @@ def test_everything_is_there(whole):
     assert not page.find("section", id="missing"), page.text
     assert len(page.find("article", class_="pair")) == job.report.images
     assert len(page.find("article", class_="training")) == job.report.maps
-    assert len(page.find("figure", class_="chart")) == 7 + 3 + 8
+    assert len(page.find("figure", class_="chart")) == 7 + 6 + 8
     assert "finished" in page.text
     assert "cast: each atom's own advantage" in page.text
+
+
+def test_weights_are_shown_by_place_and_by_spread(whole):
+    _, _, text = whole
+    words = Page(text).text
+    for title in ("What atoms with low spread have to say", "Spread of the mean of W", "Mean of W by place"):
+        assert title in words
+    assert "on the background" in text
 
 
 def test_the_summary_is_that_of_the_evaluations(whole):

@@ -55,6 +55,18 @@ def test_images_are_those_in_the_sealed_rollouts(run):
     assert summarise.write(layout, job)["images"] == 16
 
 
+def test_the_weights_of_all_rounds_are_summed_up(run):
+    layout, job = run
+    weights = summarise.read(layout.summary)["weights"]
+    rows = [r for i in range(job.rounds) for r in Dataset.open(layout.round(i, "advantages")).rows().to_pylist()]
+    assert weights["low_std_share"] == pytest.approx(
+        sum(r["low_std_mass"] for r in rows) / sum(r["mass"] for r in rows)
+    )
+    assert weights["weight_drawn"] * weights["weight_background"] != 0
+    shutil.rmtree(layout.round(0, "advantages"))
+    assert summarise.write(layout, job)["weights"]["group_std"] > 0
+
+
 def table_of(summary) -> list[str]:
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     console.print(summarise.summary_table(summary))

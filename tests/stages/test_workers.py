@@ -10,6 +10,7 @@ from cast_engine.judges.exact_judge import ExactJudge
 from cast_engine.run.executor import carry_out
 from cast_engine.stages import build_advantages, csg, evaluate, prompts, score
 from cast_engine.store import Dataset
+from cast_engine.tinyworld.verify import detect_batch, union
 from schemas.graph import Prompt
 from schemas.job import EvaluateConfig, JobConfig
 from schemas.records import split_key
@@ -67,6 +68,50 @@ def test_every_column_is_filled_in(run, tmp_path):
     assert empty_columns(scored) == ALWAYS_EMPTY
     weighed = build_advantages.plan(tmp_path / "adv", run.job, run.rollout, scored, graphs_of(run), GRID)
     assert empty_columns(carry(weighed)) == ALWAYS_EMPTY
+
+
+def advantages(run, path, job):
+    scored = carry(score.plan(path / "score", job.score, run.rollout, graphs_of(run), ExactJudge()))
+    made = carry(build_advantages.plan(path / "adv", job, run.rollout, scored, graphs_of(run), GRID))
+    return made.rows().to_pylist(), made.reader()
+
+
+def test_advantages_say_where_their_weight_lies(run, tmp_path):
+    """By hand from W and from the detector's own masks."""
+    rows, reader = advantages(run, tmp_path, run.job)
+    for row in rows:
+        weight = reader.tensors(row["key"])["weight"].double().numpy()
+        mask = union(detect_batch([np.asarray(run.rollout.reader().image(row["key"]))])[0])
+        cover = mask.reshape(8, 8, 8, 8).mean((1, 3)).reshape(-1)
+        assert row["drawn_share"] == pytest.approx(mask.mean())
+        assert row["weight_drawn"] == pytest.approx((weight * cover).sum() / cover.sum())
+        assert row["weight_background"] == pytest.approx((weight * (1 - cover)).sum() / (1 - cover).sum())
+        assert row["mass"] == pytest.approx(np.abs(row["advantage"]).sum(), rel=1e-6)
+    for prompt_id in run.texts:
+        group = [r for r in rows if r["prompt_id"] == prompt_id]
+        expected = np.std([r["weight_mean"] for r in group])
+        assert [r["group_std"] for r in group] == pytest.approx([expected] * len(group), abs=1e-6)
+    assert all(r["low_std_mass"] == 0 for r in rows), "exact verdicts spread widely or not at all"
+
+
+def test_advantages_of_other_pictures_leave_out_what_is_not_known(run, tmp_path):
+    job = run.job.model_copy(update={"model": run.job.model.model_copy(update={"path": "/models/other"})})
+    rows, _ = advantages(run, tmp_path / "place", job)
+    assert {(r["weight_drawn"], r["weight_background"], r["drawn_share"]) for r in rows} == {(None, None, None)}
+    scalar = run.job.model_copy(update={"advantages": run.job.advantages.model_copy(update={"credit": "scalar"})})
+    rows, _ = advantages(run, tmp_path / "mass", scalar)
+    assert {(r["mass"], r["low_std_mass"]) for r in rows} == {(None, None)}
+    assert all(r["group_std"] is not None and r["weight_drawn"] is not None for r in rows)
+
+
+def test_what_a_clip_touches_is_a_share_of_positions(run, tmp_path):
+    config = run.job.advantages.model_copy(update={"weight_clip": 0.5})
+    rows, reader = advantages(run, tmp_path, run.job.model_copy(update={"advantages": config}))
+    for prompt_id in run.texts:
+        group = [r for r in rows if r["prompt_id"] == prompt_id]
+        touched = np.mean([float((reader.tensors(r["key"])["weight"].abs() == 0.5).float().mean()) for r in group])
+        assert [r["above_clip_share"] for r in group] == pytest.approx([touched] * len(group))
+        assert 0 < touched < 1
 
 
 class Session:
