@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cast_engine.errors import FailuresError, UserError, handle_errors, help_end, quiet_hang_up
+from cast_engine.errors import FailuresError, UserError, handle_errors, help_end, quiet_hang_up, wait_politely
 
 if TYPE_CHECKING:
     from cast_engine.pipeline import Pipeline
@@ -335,5 +335,6 @@ def _datasets(folder: Path) -> list[Dataset]:
 
 def main() -> None:
     """Entry point of `cast-engine`."""
+    wait_politely()
     with quiet_hang_up():
         app()

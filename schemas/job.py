@@ -196,7 +196,7 @@ class TrainConfig(_Section):
     """Stop when an image's |log-ratio| exceeds this."""
     max_adapter_ratio: float = Field(1.0, gt=0)
     """Stop when the adapter changes the weights by more than this multiple of their own norm."""
-    keep: int = Field(2, ge=1)
+    keep: int = execution(2, ge=1)
     """Newest rounds of a run folder that can be trained on from. Older ones lose the optimizer's moments and keep
     adapter, moving average, metrics and state, so nothing else changes. With 1 a damaged newest round cannot be made
     again."""

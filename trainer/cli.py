@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cast_engine.errors import UserError, handle_errors, help_end, quiet_hang_up
+from cast_engine.errors import UserError, handle_errors, help_end, quiet_hang_up, wait_politely
 
 if TYPE_CHECKING:
     from schemas.job import JobConfig
@@ -85,6 +85,7 @@ def train(
 
 def main() -> None:
     """Entry point of ``cast-train``."""
+    wait_politely()
     with quiet_hang_up():
         app()
 

@@ -71,7 +71,7 @@ def test_only_the_moments_of_old_rounds_go(drawn, kept_one, tmp_path):
         full, thin = content(folder(drawn.root, i)), content(folder(kept_one.root, i))
         assert full.keys() - thin.keys() == ({MOMENTS} if i < ROUNDS - 1 else set())
         assert thin.keys() - full.keys() == ({REMOVED} if i < ROUNDS - 1 else set())
-        for name in thin.keys() - {REMOVED, "state.json"}:  # the state holds train.keep
+        for name in thin.keys() - {REMOVED}:
             assert thin[name] == full[name], name
     assert json.loads((folder(kept_one.root, 0) / REMOVED).read_text())["removed"] == [MOMENTS]
     train(drawn, tmp_path, range(ROUNDS), keep=2)
