@@ -257,17 +257,18 @@ def report(run: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folde
 @app.command(epilog=help_end("cast-engine compare runs/tiny-seed0 runs/tiny-seed1 runs/tiny-seed2"))
 @handle_errors()
 def compare(runs: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of finished runs.")]) -> None:
-    """Show the tables of finished runs beside each other.
+    """Show the tables of finished runs one below the other.
 
     Runs that differ in nothing but seed and name also get their mean.
     """
     from rich.console import Console
 
-    from cast_engine.stages.summarise import comparison_table, read, warnings
+    from cast_engine.stages.summarise import comparison_tables, read, warnings
 
     summaries = {str(r): read(r / "summary.json") for r in runs}
     console = Console()
-    console.print(comparison_table(summaries))
+    for table in comparison_tables(summaries):
+        console.print(table, end="\n\n")
     for warning in warnings(summaries):
         console.print(f"warning: {warning}", soft_wrap=True, markup=False, highlight=False)
 

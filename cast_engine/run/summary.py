@@ -116,18 +116,23 @@ def _mean_and_error(values: np.ndarray) -> dict[str, float | int]:
     return {"mean": float(finite.mean()), "se": error, "n": n}
 
 
-def table(rows: Mapping[str, Scores], differences: Collection[str] = ()) -> Any:
+TITLE = "held-out prompts, % right ± standard error over prompts"
+
+
+def table(rows: Mapping[str, Scores], differences: Collection[str] = (), title: str = TITLE) -> Any:
     """Return a rich table: one line per evaluation, one column per skill, "mean ± standard error" in percent.
 
     Args:
         rows: aggregates by name, in the order shown; a missing figure (None) is shown as a dash.
         differences: names of the rows that hold paired differences (shown with a sign).
+        title: what stands above.
     """
     from rich import box
     from rich.table import Table
 
-    title = "held-out prompts, % right ± standard error over prompts"
-    out = Table(title=title, box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    out = Table(
+        title=title, title_justify="left", box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1)
+    )
     out.add_column("", no_wrap=True)
     for skill in SKILLS:
         out.add_column(skill.replace("_", " "), justify="right", no_wrap=True)
@@ -138,19 +143,18 @@ def table(rows: Mapping[str, Scores], differences: Collection[str] = ()) -> Any:
     return out
 
 
-def percent(mean: float | None, spread: float | None, sign: str = "", between: str = "±") -> str:
+def percent(mean: float | None, spread: float | None, sign: str = "") -> str:
     """Return a share and its spread in percent, as in "+4.1±0.9"; "–" for a missing mean, no spread if that is missing.
 
     Args:
         mean: share, 0 to 1, or a difference of two.
         spread: of the same unit.
         sign: "+" to show the sign of what is not negative.
-        between: what stands between the two.
     """
     if mean is None or math.isnan(mean):
         return "–"
     shown = f"{100 * mean:{sign}.1f}"
-    return shown if spread is None or math.isnan(spread) else f"{shown}{between}{100 * spread:.1f}"
+    return shown if spread is None or math.isnan(spread) else f"{shown}±{100 * spread:.1f}"
 
 
 def judge_warning(job: JobConfig) -> str | None:

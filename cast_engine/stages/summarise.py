@@ -17,6 +17,7 @@ from cast_engine.run.summary import (
     BEFORE,
     DOUBLE,
     SKILLS,
+    TITLE,
     PromptScores,
     aggregate,
     count_warning,
@@ -24,7 +25,6 @@ from cast_engine.run.summary import (
     final_name,
     judge_warning,
     paired,
-    percent,
     score_prompts,
     table,
 )
@@ -129,10 +129,10 @@ COMPARED = (
 """Rows of a run in both tables: label, key of the summary, sign of the numbers."""
 
 
-def summary_table(summary: dict[str, Any]) -> Any:
+def summary_table(summary: dict[str, Any], title: str = TITLE) -> Any:
     """Return the table that people see at the end of a run; differences are paired by prompt."""
     rows = {label: summary[key] for label, key, _ in COMPARED if summary.get(key)}
-    return table(rows, [label for label, _, sign in COMPARED if sign])
+    return table(rows, [label for label, _, sign in COMPARED if sign], title)
 
 
 def warnings(summaries: dict[str, dict[str, Any]]) -> list[str]:
@@ -145,8 +145,8 @@ def warnings_of(summary: dict[str, Any]) -> list[str]:
     return [said for key in ("warning", "judge_warning") if (said := summary.get(key))]
 
 
-def comparison_table(summaries: dict[str, dict[str, Any]]) -> Any:
-    """Return a rich table of runs side by side, with the mean and spread of those that differ by their seed alone.
+def comparison_tables(summaries: dict[str, dict[str, Any]]) -> list[Any]:
+    """Return rich tables of runs, with the mean and spread of those that differ by their seed alone.
 
     Args:
         summaries: content of each run's ``summary.json`` by the run's name, in the order shown.
@@ -155,45 +155,38 @@ def comparison_table(summaries: dict[str, dict[str, Any]]) -> Any:
         Per run and skill the mean in percent ± the standard error over prompts; then, for jobs that were run more than
         once and differ in seed and name alone, the mean over runs ± the sample standard deviation over them.
     """
-    from rich.table import Table
+    from rich.markup import escape
 
-    out = Table(title="held-out prompts, % right; one run: ± standard error over prompts; mean: ± SD over runs")
-    for column in ("run", ""):
-        out.add_column(column)
-    for skill in SKILLS:
-        out.add_column(skill.replace("_", " "), justify="right")
+    tables = []
     arms: dict[str, list[dict[str, Any]]] = {}
     for name, summary in summaries.items():
         arms.setdefault(summary["hashes"]["arm"], []).append(summary)
-        _add_run(out, f"{name} ({summary['credit']}, seed {summary['seed']})", [summary])
+        head = escape(f"{name} ({summary['credit']}, seed {summary['seed']}), % right ± standard error")
+        tables.append(summary_table(summary, head))
     for runs in arms.values():
         if len(runs) > 1:
             seeds = ", ".join(str(r["seed"]) for r in runs)
-            _add_run(out, f"mean of {len(runs)} ({runs[0]['credit']}, seeds {seeds})", runs)
+            head = f"mean of {len(runs)} ({runs[0]['credit']}, seeds {seeds}), % right ± standard deviation over runs"
+            tables.append(summary_table(_over_runs(runs), head))
+    return tables
+
+
+def _over_runs(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the rows of several runs as one: means, and in place of errors the sample standard deviations."""
+    out: dict[str, Any] = {}
+    for _, key, _ in COMPARED:
+        scores = [r[key] for r in runs if r.get(key)]
+        if len(scores) == len(runs):
+            out[key] = {skill: _spread([s[skill]["mean"] for s in scores]) for skill in SKILLS}
     return out
 
 
-def _add_run(out: Any, head: str, runs: list[dict[str, Any]]) -> None:
-    """Add the rows of one run, or of the mean over several."""
-    for label, key, sign in COMPARED:
-        scores = [r[key] for r in runs if r.get(key)]
-        if len(scores) < len(runs):
-            continue
-        cells = [percent(*_over_runs([s[skill] for s in scores]), sign, between=" ± ") for skill in SKILLS]
-        out.add_row(head, label, *cells)
-        head = ""
-    out.add_section()
-
-
-def _over_runs(cells: list[dict[str, Any]]) -> tuple[float | None, float | None]:
-    """Return the mean over runs and its spread: the sample standard deviation, or one run's own standard error."""
-    if len(cells) == 1:
-        return cells[0]["mean"], cells[0]["se"]
-    means = [c["mean"] for c in cells if c["mean"] is not None]
-    return (
-        statistics.mean(means) if means else None,
-        statistics.stdev(means) if len(means) > 1 else None,
-    )
+def _spread(means: list[float | None]) -> dict[str, float | None]:
+    found = [m for m in means if m is not None]
+    return {
+        "mean": statistics.mean(found) if found else None,
+        "se": statistics.stdev(found) if len(found) > 1 else None,
+    }
 
 
 def _drawn(layout: RunLayout, job: JobConfig) -> int:

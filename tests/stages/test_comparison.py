@@ -11,7 +11,7 @@ from cast_engine.cli import app
 from cast_engine.errors import ExitCode
 from cast_engine.run.summary import COUNTERS, SKILLS
 from cast_engine.stages import summarise
-from cast_engine.stages.summarise import comparison_table
+from cast_engine.stages.summarise import comparison_tables
 from tests.stages.report_fakes import make_run, small_job
 
 
@@ -34,23 +34,25 @@ def summary(seed, before, after, arm="a", credit="cast", double=0.65):
 
 def lines(summaries) -> list[str]:
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(comparison_table(summaries))
+    for table in comparison_tables(summaries):
+        console.print(table)
     return console.export_text().splitlines()
 
 
 def row(text, label, after=0):
-    """Cells of the first line with this label at or after a line."""
-    found = next(line for line in text[after:] if f"│ {label} " in line)
-    return [cell.strip() for cell in found.strip("│").split("│")]
+    """Label and cells of the first line with this label at or after a line."""
+    found = next(line for line in text[after:] if line.startswith(f"{label}  "))
+    return [label, *found.removeprefix(label).split()]
 
 
 def test_a_run_shows_its_own_standard_errors():
     text = lines({"one": summary(0, 0.64, 0.68)})
-    assert row(text, "before")[:3] == ["one (cast, seed 0)", "before", "64.0 ± 1.0"]
-    assert row(text, "after")[2:] == ["68.0 ± 1.0"] * len(SKILLS)
-    assert row(text, "after - before")[2] == "+4.0 ± 0.4"
-    assert row(text, "before, 2x steps")[2] == "65.0 ± 1.0"
-    assert row(text, "after - 2x steps")[2] == "+3.0 ± 0.5"
+    assert text[0].startswith("one (cast, seed 0), % right ± standard error")
+    assert row(text, "before")[:2] == ["before", "64.0±1.0"]
+    assert row(text, "after")[1:] == ["68.0±1.0"] * len(SKILLS)
+    assert row(text, "after - before")[1] == "+4.0±0.4"
+    assert row(text, "before, 2x steps")[1] == "65.0±1.0"
+    assert row(text, "after - 2x steps")[1] == "+3.0±0.5"
     assert not any("mean of" in line for line in text)
 
 
@@ -59,9 +61,10 @@ def test_seeds_of_one_job_get_a_mean_with_their_sample_standard_deviation():
     runs = {f"s{i}": summary(i, 0.6, 0.6 + g) for i, g in enumerate(gains)}
     text = lines(runs | {"other": summary(0, 0.6, 0.9, arm="b", credit="scalar")})
     at = next(i for i, line in enumerate(text) if "mean of 3 (cast, seeds 0, 1, 2)" in line)
-    expected = f"+{100 * statistics.mean(gains):.1f} ± {100 * statistics.stdev(gains):.1f}"
-    assert row(text, "after - before", at)[2] == expected == "+6.0 ± 2.6"
-    assert row(text, "before", at)[2] == "60.0 ± 0.0"
+    assert "% right ± standard deviation over runs" in text[at]
+    expected = f"+{100 * statistics.mean(gains):.1f}±{100 * statistics.stdev(gains):.1f}"
+    assert row(text, "after - before", at)[1] == expected == "+6.0±2.6"
+    assert row(text, "before", at)[1] == "60.0±0.0"
     assert sum("mean of" in line for line in text) == 1
 
 
@@ -71,7 +74,7 @@ def test_missing_numbers_and_missing_evaluations_are_no_error(double):
     bare["before"]["relation"] = {"mean": None, "se": None, "n": 0}
     bare["after"]["relation"] = {"mean": 0.5, "se": None, "n": 1}
     text = lines({"a": bare, "b": bare | {"seed": 1}})
-    place = 2 + SKILLS.index("relation")
+    place = 1 + SKILLS.index("relation")
     assert row(text, "before")[place] == "–"
     assert row(text, "after")[place] == "50.0"
     assert any("2x steps" in line for line in text) == (double is not None)
