@@ -68,10 +68,11 @@ def _pipeline(config: Path | None, overrides: list[str] | None, run: Path | None
 
 
 def _job(config: Path | None, overrides: list[str] | None, run: Path | None) -> tuple[JobConfig, Path]:
-    from cast_engine.jobfile import load_job
-    from cast_engine.run.runfile import read_run
+    from cast_engine.jobfile import load_job, read_run
 
-    if config is None and run is not None:
+    if config is None:
+        if run is None:
+            raise UserError("no job given", expected="--config FILE or --run FOLDER", do="name the job file or the run")
         return load_job(None, overrides or [], base=read_run(run / "run.json")), run
     job = load_job(config, overrides or [])
     return job, run or Path(job.out or f"runs/{job.name}")
@@ -211,7 +212,7 @@ def train(config: JobFile = None, overrides: Overrides = None, run: RunFolder = 
     _pipeline(config, overrides, run).train(round_)
 
 
-@app.command(epilog=help_end("cast-engine evaluate --run runs/tiny", "cast-engine evaluate --run runs/tiny --after 32"))
+@app.command(epilog=help_end("cast-engine evaluate --run runs/tiny", "cast-engine evaluate --run runs/tiny --after 28"))
 @handle_errors()
 def evaluate(
     config: JobFile = None,
@@ -238,8 +239,8 @@ def report(run: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folde
 
     Writes summary.json too if the run is finished, and prints its table.
     """
+    from cast_engine.jobfile import read_run
     from cast_engine.run.layout import RunLayout
-    from cast_engine.run.runfile import read_run
     from cast_engine.stages import report as page
     from cast_engine.stages import summarise
 
@@ -281,10 +282,12 @@ def verify(
         bool, typer.Option("--quarantine", help="Move damaged shards aside, so that their stage makes them again.")
     ] = False,
 ) -> None:
-    """Check every shard against its hashes.
+    """Check shards and checkpoints against their hashes.
 
-    Takes one dataset, or all datasets of a run. Exit code 3 if anything is damaged, or missing from a sealed dataset.
+    Takes one dataset, or a whole run. Exit code 3 if anything is damaged, or missing from a sealed dataset.
     """
+    from cast_engine.pipeline import check_checkpoints
+
     bad = 0
     for dataset in _datasets(folder):
         found = dataset.verify(quarantine=quarantine)
@@ -292,6 +295,11 @@ def verify(
         for damage in found.damaged:
             typer.echo(f"  {damage.problem}")
         bad += not found.ok
+    broken = check_checkpoints(folder)
+    for problem in broken:
+        typer.echo(problem)
+    if broken and not bad:
+        raise FailuresError(f"{folder}: {len(broken)} checkpoints are damaged")
     if bad:
         do = "run the stage again" if quarantine else "run with --quarantine, then the stage again"
         raise FailuresError(f"{folder}: {bad} datasets are damaged or not all there; {do}")

@@ -116,8 +116,18 @@ def handle_errors() -> Iterator[None]:
             raise SystemExit(int(ExitCode.BUG)) from error
         _leave(f"no space left for {error.filename or 'the output'}; what is committed stays valid", ExitCode.NO_SPACE)
     except Exception as error:
+        if stopped := interrupt_in(error):
+            _leave(str(stopped), stopped.exit_code)
         traceback.print_exc()
         raise SystemExit(int(ExitCode.BUG)) from error
+
+
+def interrupt_in(error: BaseException) -> Interrupted | None:
+    """Return the interrupt that a library took for a failure of its own, as lazy imports do."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, Interrupted):
+        seen = seen.__cause__ or seen.__context__
+    return seen
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Read a job file: YAML plus ``--set key=value``, checked against the schema with the dotted key named."""
+"""Read a job: YAML plus ``--set key=value``, or a run folder's own, checked with the dotted key named."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from cast_engine.errors import UserError
+from cast_engine.errors import DatasetError, UserError
 from schemas.job import JobConfig
+from schemas.records import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+REMEDY = "restore it, or start another run"
 
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), *, base: JobConfig | None = None) -> JobConfig:
@@ -45,6 +48,50 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), *, base: JobConfi
         return JobConfig.model_validate(values)
     except ValidationError as error:
         raise _explain(error, path, overrides) from error
+
+
+def read_run(path: Path) -> JobConfig:
+    """Read the job of a run folder.
+
+    Raises:
+        UserError: no run folder, or one of another schema version.
+    """
+    try:
+        body = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            "no run.json", where=str(path.parent), expected="a run folder", do="start it with a job file (--config)"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"not JSON ({error.msg})", where=str(path), do=REMEDY) from error
+    if not isinstance(body, dict):
+        raise DatasetError("not a JSON object", where=str(path), do=REMEDY)
+    if body.get("schema_version") not in {SCHEMA_VERSION, SCHEMA_VERSION - 1}:
+        raise DatasetError(
+            f"schema version {body.get('schema_version')}",
+            where=str(path),
+            expected=f"{SCHEMA_VERSION}",
+            do="use the release that wrote it",
+        )
+    try:
+        return JobConfig.model_validate(body.get("config"))
+    except ValidationError as error:
+        found = error.errors()[0]
+        key = ".".join(str(part) for part in found["loc"]) or "config"
+        raise DatasetError(f"{key}: {found['msg']}", where=str(path), do=REMEDY) from error
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the dotted keys in which two configs differ, with both values."""
+    out: dict[str, tuple[Any, Any]] = {}
+    # what only one side has goes last: it depends on a field that both have, such as a judge without a model
+    for key in sorted(old.keys() | new.keys(), key=lambda k: (k not in old or k not in new, k)):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            out |= differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            out[prefix + key] = (a, b)
+    return out
 
 
 def overrides_between(base: JobConfig, job: JobConfig) -> list[str]:

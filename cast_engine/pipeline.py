@@ -15,12 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cast_engine.errors import UserError
-from cast_engine.jobfile import overrides_between
+from cast_engine.errors import CastError, DatasetError, UserError
+from cast_engine.jobfile import overrides_between, read_run
 from cast_engine.run import stopped
 from cast_engine.run.console import progress, record_timing, say
 from cast_engine.run.layout import RunLayout
-from cast_engine.run.runfile import hand_down, open_run, read_run
+from cast_engine.run.runfile import hand_down, open_run
 from cast_engine.run.summary import BEFORE, DOUBLE, judge_warning
 from cast_engine.store import Dataset
 from schemas.graph import Prompt, SceneGraph
@@ -355,3 +355,23 @@ def _carry_out(pipeline: Pipeline, stage: str, python: str | None, **options: in
     if code:
         say(f"{stage} by {python} ended with exit code {code}")
         sys.exit(code)
+
+
+def check_checkpoints(root: Path) -> list[str]:
+    """Compare the checkpoints of a run folder with their hashes; return a line for each that is damaged.
+
+    A checkpoint's state holds the hashes of its files, and that of the round before the hash of its state.
+    """
+    from trainer import checkpoint
+
+    problems, before = [], None
+    for folder in sorted(root.glob("rounds/*/train")):
+        try:
+            state = checkpoint.read_state(folder)
+            checkpoint.verify_files(folder, state)
+            if before is not None and state.start_sha256 != checkpoint.sha256(before / checkpoint.STATE):
+                raise DatasetError("not what the next round began with", where=str(before / checkpoint.STATE))
+        except CastError as error:
+            problems.append(str(error))
+        before = folder
+    return problems

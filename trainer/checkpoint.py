@@ -133,13 +133,18 @@ def read_state(path: Path) -> TrainState:
             "no state.json in it", where=str(path), expected="a checkpoint directory of cast-train"
         ) from None
     except (ValueError, TypeError, KeyError, ValidationError) as error:
-        raise DatasetError("damaged", where=str(file), do="start from the checkpoint of the round before") from error
+        raise DatasetError("damaged", where=str(file), do=again(file.parent)) from error
 
 
 def removed_files(path: Path) -> frozenset[str]:
     """Return the names of the files that were removed from a checkpoint on purpose; none for a whole one."""
     body = atomic.load_record(path / REMOVED) or {}
     return frozenset(body.get("removed", ()))
+
+
+def again(path: Path) -> str:
+    """Return what to do about a checkpoint that is not whole."""
+    return f"delete {path} and run again: the round is trained again"
 
 
 def verify_files(path: Path, state: TrainState) -> frozenset[str]:
@@ -157,7 +162,7 @@ def verify_files(path: Path, state: TrainState) -> frozenset[str]:
         file = path / name
         if name not in gone and (not file.is_file() or sha256(file) != expected):
             problem = "damaged" if file.is_file() else "missing"
-            raise DatasetError(problem, where=str(file), do="start from the checkpoint of the round before")
+            raise DatasetError(problem, where=str(file), do=again(file.parent))
     return gone
 
 

@@ -20,8 +20,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 EXAMPLE = (
     "cd runs/tiny/rounds",
-    "cast-train 0000/rollout 0000/advantages --config ../../../jobs/tiny.yaml --out 0000/train",
-    "cast-train 0001/rollout 0001/advantages --config ../../../jobs/tiny.yaml --out 0001/train --from 0000/train",
+    "cast-train 0000/rollout 0000/advantages --out 0000/train",
+    "cast-train 0001/rollout 0001/advantages --out 0001/train --from 0000/train",
 )
 
 
@@ -40,7 +40,13 @@ def train(
     out: Annotated[Path, _folder("--out", "Checkpoint to write.")],
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="Job file (YAML).", show_default="all defaults"),
+        typer.Option(
+            "--config",
+            "-c",
+            metavar="FILE",
+            help="Job file (YAML).",
+            show_default="the job of the run folder that holds ROLLOUT, else all defaults",
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one field of the job. Repeatable.")
@@ -71,9 +77,7 @@ def train(
     Killed at any moment, the same command goes on; of a round that is done it does nothing. The checkpoint holds the
     adapter (diffusers format), its moving average, the optimizer and what it was made from.
     """
-    from cast_engine.jobfile import load_job
-
-    job = load_job(config, overrides or [])
+    job = _job(config, overrides or [], rollout, out)
     folder = embeds or _embeds_of_run(rollout)
     which = _round_of(rollout) if round_ is None else round_
     if dry_run:
@@ -173,9 +177,35 @@ def _round_of(rollout: Path) -> int:
     return int(key.split("-")[1])
 
 
+def _job(config: Path | None, overrides: list[str], rollout: Path, out: Path) -> JobConfig:
+    """Read the job; inside a run folder there is only that folder's own."""
+    from cast_engine.jobfile import differences, load_job, read_run
+
+    run = _run_of(rollout) / "run.json"
+    if not run.is_file():
+        return load_job(config, overrides)
+    own = read_run(run)
+    job = load_job(config, overrides, base=own if config is None else None)
+    found = differences(own.semantic(), job.semantic())
+    if found and out.absolute().is_relative_to(run.parent):
+        key, (old, new) = next(iter(found.items()))
+        raise UserError(
+            f"{key} is {new!r}",
+            where=str(out),
+            expected=f"{old!r}, as the run was started",
+            do="leave out --config and --set, or write to an --out outside the run folder",
+        )
+    return job
+
+
+def _run_of(rollout: Path) -> Path:
+    """Return where the run folder of a rollout is, if it lies in one (rounds/0000/rollout)."""
+    return rollout.absolute().parent.parent.parent
+
+
 def _embeds_of_run(rollout: Path) -> Path:
     """Return the embeds beside a rollout inside a run folder (rounds/0000/rollout -> embeds)."""
-    folder = rollout.absolute().parent.parent.parent / "embeds"
+    folder = _run_of(rollout) / "embeds"
     if not folder.is_dir():
         raise UserError("no embeds found", where=str(folder), do="name their folder with --embeds")
     return folder

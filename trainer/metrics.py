@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from cast_engine.errors import DatasetError
 from trainer.objective import LossStats, PolicyLoss
 
 Row = dict[str, Any]
@@ -93,8 +94,16 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read ``metrics.jsonl``."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Read ``metrics.jsonl``.
+
+    Raises:
+        DatasetError: It is missing or damaged.
+    """
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        do = f"delete {path.parent} and run again: the round is trained again"
+        raise DatasetError("missing or damaged", where=str(path), do=do) from error
 
 
 def _plain(row: Mapping[str, Any]) -> Row:

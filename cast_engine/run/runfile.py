@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import IO, Any
-
-from pydantic import ValidationError
+from typing import IO
 
 from cast_engine.errors import DatasetError, UserError
+from cast_engine.jobfile import differences, read_run
 from cast_engine.store.atomic import at, create_once, make_dir
 from cast_engine.store.lock import try_lock
 from schemas.job import JobConfig, config_hash
 from schemas.records import SCHEMA_VERSION
 
 _locks: dict[Path, IO[str]] = {}
-REMEDY = "restore it, or start another run"
 HANDED_DOWN = "CAST_RUN_LOCK"
 """Environment variable that names the open file by which a command was handed its parent's hold on a run folder."""
 
@@ -40,7 +38,7 @@ def open_run(path: Path, job: JobConfig) -> None:
     if create_once(path, (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()):
         return
     stored = read_run(path)
-    differing = _differences(stored.semantic(), semantic)
+    differing = differences(stored.semantic(), semantic)
     if differing:
         key, (old, new) = next(iter(differing.items()))
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
@@ -50,37 +48,6 @@ def open_run(path: Path, job: JobConfig) -> None:
             expected=f"{old!r}, as this run was started",
             do="give another --out, or the job that the folder was made with",
         )
-
-
-def read_run(path: Path) -> JobConfig:
-    """Read the job of a run folder.
-
-    Raises:
-        UserError: no run folder, or one of another schema version.
-    """
-    try:
-        body = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            "no run.json", where=str(path.parent), expected="a run folder", do="start it with a job file (--config)"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"not JSON ({error.msg})", where=str(path), do=REMEDY) from error
-    if not isinstance(body, dict):
-        raise DatasetError("not a JSON object", where=str(path), do=REMEDY)
-    if body.get("schema_version") not in {SCHEMA_VERSION, SCHEMA_VERSION - 1}:
-        raise DatasetError(
-            f"schema version {body.get('schema_version')}",
-            where=str(path),
-            expected=f"{SCHEMA_VERSION}",
-            do="use the release that wrote it",
-        )
-    try:
-        return JobConfig.model_validate(body.get("config"))
-    except ValidationError as error:
-        found = error.errors()[0]
-        key = ".".join(str(part) for part in found["loc"]) or "config"
-        raise DatasetError(f"{key}: {found['msg']}", where=str(path), do=REMEDY) from error
 
 
 def lock_run(root: Path) -> None:
@@ -120,15 +87,3 @@ def _is_handed_down(handle: IO[str]) -> bool:
         return number.isdigit() and os.path.samestat(os.fstat(int(number)), os.fstat(handle.fileno()))
     except OSError:  # no such open file
         return False
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    out: dict[str, tuple[Any, Any]] = {}
-    # what only one side has goes last: it depends on a field that both have, such as a judge without a model
-    for key in sorted(old.keys() | new.keys(), key=lambda k: (k not in old or k not in new, k)):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            out |= _differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            out[prefix + key] = (a, b)
-    return out

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cast_engine.graphs.words import count_of
+from cast_engine.judges.ask import ask
 from cast_engine.judges.base import AtomScores, Judge
 from cast_engine.judges.load import load_judge
 from cast_engine.models.session import DrawRequest, ImageSession, SessionSpec
@@ -56,7 +57,7 @@ class EvaluateWorker:
             num_steps=self.num_steps,
         )
         images = session.draw(request).images
-        scored = judge.score(list(images), graphs)
+        scored = ask(judge, list(images), graphs)
         drawn = {
             "round": 0,
             "guidance": session.guidance,
@@ -82,8 +83,13 @@ def judge_config(config: EvaluateConfig) -> ScoreConfig:
     )
 
 
-def _sample(key: str, graph: SceneGraph, seed: int, image: Any, scores: AtomScores, drawn: dict[str, Any]) -> Sample:
+def _sample(
+    key: str, graph: SceneGraph, seed: int, image: Any, scores: AtomScores | str, drawn: dict[str, Any]
+) -> Sample:
     kinds = tuple(a.kind for a in graph.atoms)
+    if isinstance(scores, str):
+        row = {**drawn, "prompt_id": graph.prompt_id, "member": split_key(key).member, "seed": seed}
+        return Sample(key, {}, row | {"status": Status.FAILED, "error_msg": scores})
     values = np.where(np.isfinite(scores.scores), scores.scores, np.nan)
     meta = EvaluateMeta(
         key=key,

@@ -63,8 +63,10 @@ def check_disjoint(train: Sequence[Prompt], evaluate: Sequence[Prompt]) -> None:
 
 
 def _read_file(path: Path) -> list[str]:
+    if path.exists() and not path.is_file():
+        raise UserError("not a file", where=str(path), expected="a .txt or .jsonl file of prompts")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # with or without a byte order mark
     except FileNotFoundError:
         raise UserError("no such file", where=str(path), expected="a .txt or .jsonl file of prompts") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -85,6 +87,8 @@ def _prompt_field(path: Path, number: int, line: str) -> str:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"not JSON ({error.msg})", where=where, expected='{"prompt": "..."} on every line') from error
+    except RecursionError:
+        raise UserError("JSON too deep", where=where, expected='{"prompt": "..."} on every line') from None
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str) or not value["prompt"].strip():
         raise UserError("no prompt in it", where=where, expected='{"prompt": "..."} on every line')
     return str(value["prompt"])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cast_engine.judges.ask import ask
 from cast_engine.judges.base import AtomScores, Judge
 from cast_engine.judges.load import load_judge
 from cast_engine.run.devices import device_environments
@@ -37,15 +38,17 @@ class ScoreWorker:
         keys = [k for k in shard.keys if k in drawn]
         images = [decode_png(reader.read(k)["image.png"]) for k in keys]
         graphs = [self.graphs[split_key(k).prompt_id] for k in keys]
-        scored = dict(zip(keys, judge.score(images, graphs) if keys else [], strict=True))
+        scored = dict(zip(keys, ask(judge, images, graphs), strict=True))
         return [self._sample(judge, key, scored.get(key)) for key in shard.keys]
 
-    def _sample(self, judge: Judge, key: str, scores: AtomScores | None) -> Sample:
+    def _sample(self, judge: Judge, key: str, scores: AtomScores | str | None) -> Sample:
         graph = self.graphs[split_key(key).prompt_id]
         row: dict[str, Any] = {"prompt_id": graph.prompt_id, "round": split_key(key).round, "parent_key": key}
         row |= {"judge": judge.name, "model_sha256": judge.model_sha256}
         if scores is None:
             return Sample(key, {}, row | {"status": Status.SKIPPED_PARENT, "error_msg": "the image was not drawn"})
+        if isinstance(scores, str):
+            return Sample(key, {}, row | {"status": Status.FAILED, "error_msg": scores})
         values = np.where(np.isfinite(scores.scores), scores.scores, np.nan).astype(np.float32)
         if np.isnan(values).all():
             return Sample(key, {}, row | {"status": Status.NONFINITE, "error_msg": "the judge gave no finite answer"})

@@ -190,10 +190,24 @@ def _spread(means: list[float | None]) -> dict[str, float | None]:
 
 
 def _drawn(layout: RunLayout, job: JobConfig) -> int:
-    """Return how many training images the sealed rollouts hold; failed samples are none."""
-    paths = [layout.round(index, "rollout") for index in range(job.rounds)]
-    rollouts = [Dataset.open(path) for path in paths if (path / "sealed.json").exists()]
-    return sum(rollout.status().samples.get(Status.OK, 0) for rollout in rollouts)
+    """Return how many training images the sealed rollouts hold; failed samples are none.
+
+    Raises:
+        DatasetError: A sealed rollout has lost a shard.
+    """
+    total = 0
+    for path in (layout.round(index, "rollout") for index in range(job.rounds)):
+        if (path / "sealed.json").exists():
+            status = Dataset.open(path).status()
+            if status.shards_done < status.shards_planned:
+                lost = status.shards_planned - status.shards_done
+                raise DatasetError(
+                    f"{lost} of {status.shards_planned} shards of a sealed dataset are gone or damaged",
+                    where=str(path),
+                    do="cast-engine verify --quarantine on it, then its stage again",
+                )
+            total += status.samples.get(Status.OK, 0)
+    return total
 
 
 def _weights(layout: RunLayout, job: JobConfig) -> dict[str, float]:

@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 
 from cast_engine import pipeline
 from cast_engine.cli import app
-from cast_engine.jobfile import load_job
+from cast_engine.jobfile import load_job, read_run
 from cast_engine.pipeline import Pipeline
-from cast_engine.run.runfile import read_run
 from schemas.job import JobConfig
 from tests.store.store_fakes import keys, make
 from trainer.guards import TrainingStopped

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from cast_engine.errors import DatasetError, UserError
-from cast_engine.run.runfile import hand_down, lock_run, open_run, read_run
+from cast_engine.jobfile import read_run
+from cast_engine.run.runfile import hand_down, lock_run, open_run
 from schemas.job import EvaluateConfig, JobConfig
 
 
