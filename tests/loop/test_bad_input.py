@@ -88,7 +88,7 @@ def test_a_changed_job_on_a_run_folder(job, finished, nursery, tmp_path):
         ("number.jsonl", b'{"prompt": 3}\n', (":1", "no prompt in it")),
         ("few.txt", b"two red circles\n", ("1 distinct prompts", "at least 12")),
         ("none.txt", None, ("no such file",)),
-        ("folder.txt", "folder", ("cannot be read",)),
+        ("folder.txt", "folder", ("not a file",)),
     ],
 )
 def test_a_prompts_file_that_is_none(name, content, said, job, nursery, tmp_path):
@@ -254,10 +254,9 @@ def test_an_atom_without_an_answer_stays_missing(scored_by):
         assert abs(row["weight_mean"]) < 10
 
 
-def test_a_judge_with_a_bug_of_its_own_shows_its_traceback(scored_by):
+def test_a_judge_with_a_bug_of_its_own_fails_its_images_and_says_why(scored_by):
     result = scored_by("score", "Bug", 0.01)
-    assert result.code == 1
-    assert "RuntimeError: my own mistake" in result.err
+    assert_refused(result, "12 of 12 samples failed", "RuntimeError: my own mistake", code=3)
 
 
 # ---- damage
@@ -338,9 +337,9 @@ def test_a_run_whose_adapter_was_exchanged(job, finished, nursery, tmp_path):
         *("cast-train", root / "rounds/0000/rollout", root / "rounds/0000/advantages", "--config", job),
         *("--out", train, "--set", "train.learning_rate=0.01"),
     )
-    assert other.code == 0, other.err
-    result = nursery.engine("run", job, "--out", root)
-    assert_refused(result, "rounds/0000/train", "config_hash")
+    assert_refused(other, "train.learning_rate", "as the run was started")
+    assert nursery.engine("run", job, "--out", root).code == 0
+    assert_equal_runs(root, finished)
 
 
 def test_weights_of_other_images(job, finished, nursery, tmp_path):
